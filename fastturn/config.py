@@ -1,0 +1,235 @@
+"""The whole configuration: frozen dataclasses, at most 60 keys, no other source of settings.
+
+A recipe (`recipes.py`) is a function that returns a `Config`; `key=value` pairs on the command line
+override single fields (`override`). Derived numbers are properties here, so that the dry run, the
+trainer and the report all read the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work: names the key, the value, what is expected and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Where tasks come from. `path` is a jsonl file or a Hugging Face dataset id; domains that
+    make their own tasks (calculator) leave it empty. Held-out tasks never meet training tasks."""
+
+    domain: str = "calculator"
+    path: str = ""
+    eval_path: str = ""  # empty: held-out tasks are split off `path`
+    eval_tasks: int = 256
+    tool_timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`path`: a folder or hub id in Hugging Face format, "smollm2-135m" for the packaged weights,
+    or empty for a small Qwen3 of `layers` x `width` built in the run."""
+
+    path: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    layers: int = 2
+    width: int = 64
+    max_context: int = 512
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that is sampled is the distribution that is scored: temperature only."""
+
+    temperature: float = 1.0
+    turn_tokens: int = 32  # most tokens of one action
+    episode_tokens: int = 256  # most sampled tokens of one episode
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Clipped surrogate (paper eq. 6) with an optional KL to the frozen initial policy."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    epochs: int = 1
+    minibatches: int = 1
+    normalize_std: bool = False  # divide group advantages by their standard deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    lr: float = 1e-6
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    warmup_steps: int = 0
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Supervised warm start on scripted demonstrations; `steps = 0` switches it off."""
+
+    steps: int = 0
+    batch: int = 32  # demonstrations a step
+    lr: float = 3e-3
+    muon_lr: float = 0.0  # > 0: matrices by Muon at this rate, the rest by AdamW at `lr`
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    every: int = 10  # iterations between checkpoints; one is always written at the end
+    keep: int = 2  # newest checkpoints kept
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything a run needs. See `docs/configuration.md` for every key with its meaning."""
+
+    recipe: str = "custom"
+    algorithm: str = "rtpo"
+    seed: int = 0
+    iterations: int = 10
+    tasks: int = 32  # tasks an iteration
+    group_size: int = 5  # G: RTPO forks G-1 siblings at a boundary; GRPO samples G episodes
+    trunks: int = 1  # M: trunks a task (RTPO)
+    turns: int = 4  # K: most turns of an episode
+    gamma: float = 1.0  # discount per sampled token
+    context: str = "keep"  # what earlier turns look like: keep, strip_think, truncate:N, summarise
+    pack_tokens: int = 4096  # token budget of one micro-batch
+    attention: Literal["auto", "torch", "reference"] = "auto"
+    threads: int = 1
+    eval_every: int = 0  # iterations between evaluations; 0: only before and after
+    trackers: tuple[str, ...] = ("tensorboard",)
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    sampling: Sampling = field(default_factory=Sampling)
+    loss: Loss = field(default_factory=Loss)
+    optim: Optim = field(default_factory=Optim)
+    warm: Warm = field(default_factory=Warm)
+    save: Save = field(default_factory=Save)
+
+
+def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf as (dotted key, annotated type, value), in declaration order.
+
+    Example: `("data.path", str, "")`.
+    """
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", hints[item.name], value
+
+
+def override(config: Config, pairs: Sequence[str]) -> Config:
+    """`config` with `key=value` pairs applied, later ones winning, and checked as a whole.
+
+    Example: `override(quickstart(), ["optim.lr=3e-4", "iterations=1"])`.
+    Raises `ConfigError` for a pair without "=", an unknown key (the nearest is named) or a value
+    that is not of the key's type.
+    """
+    known = {key: hint for key, hint, _ in fields(config)}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"override {pair!r}: expected key=value, for example iterations=1")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            leaf = [name for name in known if name.split(".")[-1] == key]
+            hint = (leaf or near or ["seed"])[0]
+            raise ConfigError(f"unknown key {key!r}; the nearest is {hint!r}")
+        config = _replace(config, key.split("."), _parse(key, text, known[key]))
+    return check(config)
+
+
+def _replace(node: Any, path: list[str], value: Any) -> Any:
+    if len(path) > 1:
+        value = _replace(getattr(node, path[0]), path[1:], value)
+    return dataclasses.replace(node, **{path[0]: value})
+
+
+def _parse(key: str, text: str, hint: Any) -> Any:
+    """`text` as the annotated type of `key`."""
+    if typing.get_origin(hint) is Literal:
+        if text in typing.get_args(hint):
+            return text
+        raise ConfigError(f"{key}={text!r}: expected one of {', '.join(typing.get_args(hint))}")
+    if typing.get_origin(hint) is tuple:
+        return tuple(part for part in text.split(",") if part)
+    if hint is bool:
+        if text.lower() in ("true", "false", "1", "0"):
+            return text.lower() in ("true", "1")
+        raise ConfigError(f"{key}={text!r}: expected true or false")
+    try:
+        return hint(text)
+    except ValueError:
+        name = hint.__name__ if not isinstance(hint, types.UnionType) else str(hint)
+        raise ConfigError(f"{key}={text!r}: expected a value of type {name}") from None
+
+
+def check(config: Config) -> Config:
+    """`config` itself when it can work, else `ConfigError`."""
+    from fastturn.credit import ALGORITHMS  # the registry of algorithms lives with their credit
+
+    if config.algorithm not in ALGORITHMS:
+        near = difflib.get_close_matches(config.algorithm, ALGORITHMS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"algorithm={config.algorithm!r}: expected one of {', '.join(ALGORITHMS)}; "
+            f"the nearest is {near!r}"
+        )
+    least = ALGORITHMS[config.algorithm].least_group_size
+    if config.group_size < least:
+        raise ConfigError(
+            f"group_size={config.group_size}: {config.algorithm} needs at least {least}, because "
+            f"the mean of a group of one sibling is the sibling itself and its advantage is "
+            f"always 0; set group_size={least} or more"
+        )
+    positive = (
+        "tasks trunks turns pack_tokens threads sampling.temperature sampling.turn_tokens "
+        "sampling.episode_tokens loss.epochs loss.minibatches optim.lr model.layers model.width "
+        "model.max_context data.tool_timeout_s data.eval_tasks save.keep warm.batch"
+    ).split()
+    at_least_zero = (
+        "iterations loss.clip_low loss.clip_high loss.kl_coef warm.steps warm.lr warm.muon_lr "
+        "optim.weight_decay optim.warmup_steps optim.clip_norm save.every eval_every"
+    ).split()
+    values = {key: value for key, _, value in fields(config)}
+    for key in positive:
+        if not values[key] > 0:
+            raise ConfigError(f"{key}={values[key]}: expected a positive number")
+    for key in at_least_zero:
+        if not values[key] >= 0:
+            raise ConfigError(f"{key}={values[key]}: expected zero or more")
+    if not 0 < config.gamma <= 1:
+        raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
+    if not config.loss.clip_low < 1:
+        raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected a value below 1")
+    if config.loss.minibatches > config.tasks:
+        raise ConfigError(
+            f"loss.minibatches={config.loss.minibatches}: at most one a task "
+            f"(tasks={config.tasks}); lower it or raise tasks"
+        )
+    return config
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, the form that is printed, saved and compared."""
+    return {key: list(v) if isinstance(v, tuple) else v for key, _, v in fields(config)}
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """Inverse of `as_dict`; unknown keys raise `ConfigError`, missing ones take defaults."""
+    pairs = [f"{k}={','.join(v) if isinstance(v, list) else v}" for k, v in values.items()]
+    return override(Config(), pairs)
