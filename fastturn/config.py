@@ -29,7 +29,8 @@ class Data:
     path: str = ""
     eval_path: str = ""  # empty: held-out tasks are split off `path`
     eval_tasks: int = 256
-    tool_timeout_s: float = 5.0
+    tool_timeout_s: float = 5.0  # deadline of one tool call
+    env_timeout_s: float = 60.0  # deadline of one whole environment step
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,20 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         raise ConfigError(f"{key}={text!r}: expected a value of type {name}") from None
 
 
+POSITIVE = (
+    *("tasks", "trunks", "turns", "pack_tokens", "threads"),
+    *("sampling.temperature", "sampling.turn_tokens", "sampling.episode_tokens"),
+    *("loss.epochs", "loss.minibatches", "optim.lr", "warm.batch", "save.keep"),
+    *("model.layers", "model.width", "model.max_context"),
+    *("data.tool_timeout_s", "data.env_timeout_s", "data.eval_tasks"),
+)
+NON_NEGATIVE = (
+    *("iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
+    *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
+    *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm"),
+)
+
+
 def check(config: Config) -> Config:
     """`config` itself when it can work, else `ConfigError`."""
     from fastturn.credit import ALGORITHMS  # the registry of algorithms lives with their credit
@@ -196,20 +211,11 @@ def check(config: Config) -> Config:
             f"the mean of a group of one sibling is the sibling itself and its advantage is "
             f"always 0; set group_size={least} or more"
         )
-    positive = (
-        "tasks trunks turns pack_tokens threads sampling.temperature sampling.turn_tokens "
-        "sampling.episode_tokens loss.epochs loss.minibatches optim.lr model.layers model.width "
-        "model.max_context data.tool_timeout_s data.eval_tasks save.keep warm.batch"
-    ).split()
-    at_least_zero = (
-        "iterations loss.clip_low loss.clip_high loss.kl_coef warm.steps warm.lr warm.muon_lr "
-        "optim.weight_decay optim.warmup_steps optim.clip_norm save.every eval_every"
-    ).split()
     values = {key: value for key, _, value in fields(config)}
-    for key in positive:
+    for key in POSITIVE:
         if not values[key] > 0:
             raise ConfigError(f"{key}={values[key]}: expected a positive number")
-    for key in at_least_zero:
+    for key in NON_NEGATIVE:
         if not values[key] >= 0:
             raise ConfigError(f"{key}={values[key]}: expected zero or more")
     if not 0 < config.gamma <= 1:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -154,10 +155,8 @@ def _cut(turns: Sequence[ScoredTurn], budget_T: int) -> Iterator[list[ScoredTurn
 
 
 def _trie_size(turns: Sequence[ScoredTurn]) -> int:
-    sizes = [len(turns[0].tokens_T)]
-    for left, right in zip(turns, turns[1:], strict=False):
-        sizes.append(len(right.tokens_T) - shared_prefix(left.tokens_T, right.tokens_T))
-    return sum(sizes)
+    shared = [shared_prefix(left.tokens_T, right.tokens_T) for left, right in pairwise(turns)]
+    return sum(len(turn.tokens_T) for turn in turns) - sum(shared)
 
 
 def _tensors(turns: Sequence[ScoredTurn], device: torch.device | str) -> PackedBatch:

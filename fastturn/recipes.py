@@ -1,0 +1,49 @@
+"""Recipes: named, complete configurations. Each is a function that returns a `Config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastturn.config import Config, Data, Loss, Model, Optim, Sampling, Save, Warm
+
+
+def quickstart() -> Config:
+    """A small Qwen3 learns multi-turn calculator use on a CPU, from nothing, in two minutes."""
+    return Config(
+        recipe="quickstart",
+        iterations=40,
+        tasks=32,
+        group_size=5,
+        turns=4,
+        data=Data(domain="calculator", eval_tasks=256),
+        model=Model(layers=2, width=64, max_context=256),
+        sampling=Sampling(turn_tokens=24, episode_tokens=96),
+        optim=Optim(lr=4e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
+        warm=Warm(steps=500, batch=32, lr=3e-3, muon_lr=0.02),
+        save=Save(every=20),
+    )
+
+
+def gsm8k_smollm2() -> Config:
+    """RTPO of SmolLM2-135M-Instruct on GSM8K with a calculator tool (set data.path)."""
+    return Config(
+        recipe="gsm8k-smollm2",
+        iterations=2,
+        tasks=4,
+        group_size=4,
+        turns=3,
+        data=Data(domain="math", eval_tasks=8),
+        model=Model(path="smollm2-135m", max_context=1024),
+        sampling=Sampling(temperature=0.9, turn_tokens=96, episode_tokens=256),
+        loss=Loss(),
+        optim=Optim(lr=1e-5),
+        warm=Warm(steps=4, batch=4, lr=2e-5),
+        save=Save(every=1, keep=1),
+        threads=2,
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "quickstart": quickstart,
+    "gsm8k-smollm2": gsm8k_smollm2,
+}
