@@ -109,6 +109,7 @@ class Config:
     pack_tokens: int = 4096  # token budget of one micro-batch
     attention: Literal["auto", "torch", "reference"] = "auto"
     threads: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: int = 0  # iterations between evaluations; 0: only before and after
     trackers: tuple[str, ...] = ("tensorboard",)
     data: Data = field(default_factory=Data)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -22,8 +22,17 @@ from fastturn.envs.base import Domain, Env, Observation, Task
 from fastturn.pool import DeadlineError, run_all
 from fastturn.render import Conversation, Renderer
 from fastturn.sampler.base import Request, Sampler, SamplingParams
-from fastturn.types import Boundary, Completion, Ending, Ids, SiblingGroup, Stop
-from fastturn.types import Trajectory, Trunk, Turn
+from fastturn.types import (
+    Boundary,
+    Completion,
+    Ending,
+    Ids,
+    SiblingGroup,
+    Stop,
+    Trajectory,
+    Trunk,
+    Turn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +85,13 @@ class Episode:
 
     def point(self) -> Point:
         """The state it is in now."""
-        return Point(
-            self.origin.task, self.origin.trunk, self.turn, self.tokens_sampled,
-            self.env.snapshot(), self.conversation,
-        )  # fmt: skip
+        return replace(
+            self.origin,
+            turn=self.turn,
+            tokens_sampled=self.tokens_sampled,
+            env_state=self.env.snapshot(),
+            conversation=self.conversation,
+        )
 
     def trajectory(self) -> Trajectory:
         assert self.ending is not None
@@ -147,11 +159,9 @@ class Rollout:
             if len(siblings) < min(n, 2):
                 self.clock.count("group_lost")
                 continue
+            context_T = point.conversation.context_T
             groups.append(
-                SiblingGroup(
-                    point.task.id, point.trunk, point.turn, point.conversation.context_T,
-                    tuple(siblings),
-                )  # fmt: skip
+                SiblingGroup(point.task.id, point.trunk, point.turn, context_T, tuple(siblings))
             )
         return groups
 
@@ -210,9 +220,13 @@ class Rollout:
     def _fail(self, episode: Episode, completion: Completion, error: Exception) -> None:
         event = "env_timeout" if isinstance(error, DeadlineError) else "env_error"
         logger.warning(
-            "task %s, turn %d: the environment failed (%s: %s); the episode is left out of training",
-            episode.origin.task.id, episode.turn, type(error).__name__, error, exc_info=error,
-        )  # fmt: skip
+            "task %s, turn %d: the environment failed (%s: %s); the episode is not trained on",
+            episode.origin.task.id,
+            episode.turn,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
         self._end_turn(episode, completion, 0.0, (event,), Ending.FAILED)
 
     def _answer(self, episode: Episode, completion: Completion, answer: Observation) -> None:

@@ -135,6 +135,11 @@ class Trajectory:
         return total
 
     @property
+    def success(self) -> bool:
+        """Whether the rewards of its turns add up to 1 or more (undiscounted)."""
+        return sum(turn.reward for turn in self.turns) >= 1.0
+
+    @property
     def tokens_sampled(self) -> int:
         return sum(len(turn.completion.action_A) for turn in self.turns)
 
