@@ -1,0 +1,71 @@
+"""What every sampler promises: exact ids in, exact ids out, with the log-probabilities, the policy
+version and the stop reason of each completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from fastturn.types import Completion, Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`len(seeds)` independent completions of one exact context, at most `max_tokens` ids each.
+
+    Completion i is drawn with uniform numbers that depend on `seeds[i]` alone, so it does not
+    depend on what else is sampled beside it.
+    Example: `Request(context_T=[1, 2, 3], max_tokens=8, seeds=(7, 8))` asks for two completions.
+    """
+
+    context_T: Ids
+    max_tokens: int
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampled distribution is `softmax(logits / temperature)` over the whole vocabulary; an
+    action ends with the first id of `stop_ids`, which belongs to it. Temperature 0 takes the most
+    likely id and reports its log-probability at temperature 1.
+    """
+
+    temperature: float
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerStats:
+    """Counters of one `sample` call.
+
+    context_tokens_flat: context tokens summed over completions, what a sampler that shares nothing
+    reads. prefill_tokens: context tokens the model read in fact. decode_tokens: sampled tokens.
+    decode_steps: forward passes after the prefill.
+    Example: one context of 512 tokens, 8 completions of 64 tokens: 4096, 512, 512, 63.
+    """
+
+    context_tokens_flat: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Sampler(Protocol):
+    """`sample` answers request by request, completions in the order of the seeds.
+
+    `version` is stamped on every completion. `publish(version)` says that the weights are now those
+    of `version`; whatever was cached for older weights is dropped. `stats` counts the last call.
+    """
+
+    version: int
+    stats: SamplerStats
+
+    def sample(
+        self, requests: Sequence[Request], params: SamplingParams
+    ) -> list[list[Completion]]: ...
+
+    def publish(self, version: int) -> None: ...
