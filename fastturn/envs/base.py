@@ -1,0 +1,201 @@
+"""What an environment is: tasks in, messages and rewards out. Text only, no tokens, no tensors.
+
+An `Env` is one episode, a `Domain` is what episodes of one kind share: tools, training and held-out
+tasks, and a scripted policy for the warm start. A new domain is a function from a `Config` to a
+`Domain` under a `@register("name")`, or a file of one's own named by `data.domain=file.py:function`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastturn.config import Config, ConfigError
+
+Message = dict[str, Any]
+
+
+class DomainError(ValueError):
+    """Tasks that cannot be used: names the file, the line, what is expected and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. `id` is unique within its domain, also when two tasks ask the same thing;
+    `data` is whatever the environment needs, picklable.
+
+    Example: `Task("train-0-17", {"start": 37, "operations": (("*", 12),), "answer": 444})`.
+    """
+
+    id: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A well-formed call; whether the tool exists and the arguments fit is the tool layer's
+    business. Example: `ToolCall("calculator", {"expression": "37*12"})`."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """An attempted call that cannot be read: the event that is counted, and what the model is told.
+
+    Example: `BadCall("bad_json", "error: the tool call is not valid JSON: ...")`.
+    """
+
+    event: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy said, without its stop token, and the calls found in it, in order.
+
+    `text` keeps the thinking; calls inside the thinking are not calls.
+    """
+
+    text: str
+    calls: tuple[ToolCall | BadCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The answer to one action: messages for the next turn, the reward of this turn, whether the
+    episode is over, and the named events to count.
+
+    Events of calls come first, in call order, and the events of each call begin with "tool_call"
+    (`events_by_call` takes them apart). Example: a call that worked and one that was not JSON give
+    `("tool_call", "tool_call", "bad_json")`.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    events: tuple[str, ...] = ()
+
+
+class Env(Protocol):
+    """One episode. Single use: `start` or `restore` once, then `step` until `done`."""
+
+    def start(self, task: Task) -> list[Message]:
+        """Begin `task`; returns the first messages (system, user)."""
+        ...
+
+    def step(self, action: Action) -> Observation:
+        """Carry out `action`."""
+        ...
+
+    def snapshot(self) -> Any:
+        """The state now: picklable and never changed by later steps."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Continue from `snapshot`, instead of `start`. One snapshot serves many instances, and the
+        same action from it gives the same observation in each."""
+        ...
+
+
+class Domain(Protocol):
+    """What all episodes of one kind share.
+
+    `tools` are the schemas that the chat template prints (OpenAI style); `train_tasks` and
+    `eval_tasks` share no content. `demonstrator` returns a policy "messages so far -> text of the
+    next action" (without stop token); a domain that has none raises `ConfigError`.
+    """
+
+    tools: list[dict[str, Any]]
+    train_tasks: Sequence[Task]
+    eval_tasks: Sequence[Task]
+
+    def env(self) -> Env: ...
+
+    def demonstrator(
+        self, task: Task, rng: np.random.Generator
+    ) -> Callable[[Sequence[Message]], str]: ...
+
+
+DOMAINS: dict[str, Callable[[Config], Domain]] = {}
+
+
+def register(
+    name: str,
+) -> Callable[[Callable[[Config], Domain]], Callable[[Config], Domain]]:
+    """Decorator: make a domain selectable by `data.domain=name`."""
+
+    def add(factory: Callable[[Config], Domain]) -> Callable[[Config], Domain]:
+        if name in DOMAINS:
+            raise ConfigError(f"the domain {name!r} is registered twice; choose another name")
+        DOMAINS[name] = factory
+        return factory
+
+    return add
+
+
+def load_domain(config: Config) -> Domain:
+    """The domain named by `data.domain`: a registered name, or `file.py:function`.
+
+    Raises `ConfigError` for an unknown name (the nearest is named), a missing file or function,
+    and `DomainError` for tasks that cannot be used.
+    """
+    name = config.data.domain
+    if ".py:" in name:
+        domain: Domain = load_function(name, "data.domain")(config)
+        return domain
+    if name not in DOMAINS:
+        near = difflib.get_close_matches(name, DOMAINS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"data.domain={name!r}: expected one of {', '.join(sorted(DOMAINS))} or a function of "
+            f"yours as file.py:function; the nearest is {near!r}"
+        )
+    return DOMAINS[name](config)
+
+
+def load_function(reference: str, key: str) -> Callable[..., Any]:
+    """The function that `file.py:name` refers to; `key` is the setting named in errors.
+
+    Example: `load_function("my_env.py:weather", "data.domain")`. Raises `ConfigError`.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}={reference!r}: there is no file {file!r}; give a path that exists from "
+            f"{Path.cwd()}"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{key}={reference!r}: {file} has no function {name!r}; define it there or name "
+            f"another one"
+        )
+    result: Callable[..., Any] = function
+    return result
+
+
+def events_by_call(events: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The events of each call of one turn, in call order (credit for one call of several).
+
+    Example: `("tool_call", "tool_call", "bad_json")` gives
+    `(("tool_call",), ("tool_call", "bad_json"))`.
+    """
+    groups: list[list[str]] = []
+    for event in events:
+        if event == "tool_call":
+            groups.append([])
+        if groups:
+            groups[-1].append(event)
+    return tuple(tuple(group) for group in groups)
