@@ -60,7 +60,7 @@ class Task:
         self.fields: dict[str, Any] = {}
         self._owner = owner
         self._began_at = completed
-        self._began_s = owner.clock()
+        self.began_s = owner.clock()
         self.said_s = float("-inf")  # when its last plain line was printed
 
     def __enter__(self) -> Task:
@@ -83,7 +83,7 @@ class Task:
 
     @property
     def elapsed_s(self) -> float:
-        return self._owner.clock() - self._began_s
+        return self._owner.clock() - self.began_s
 
     @property
     def eta_s(self) -> float | None:
@@ -108,8 +108,8 @@ class Progress:
     `stream`: where to write (default: standard output); bars appear when it is a terminal.
     `quiet`: nothing but warnings. `clock`: seconds, for tests.
     Plain lines: a top-level task prints one at its start and one at its end; in between, and for
-    nested tasks, at most one every 2 s per task, and a nested task's start and end only when
-    nothing else was printed for 2 s.
+    nested tasks, at most one every 2 s per task. A nested task's start is printed only when
+    nothing else was for 2 s, its end only if it also took that long.
     """
 
     def __init__(
@@ -134,7 +134,11 @@ class Progress:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[time]}", style="cyan", markup=False),
-            TextColumn("{task.fields[shown]}", table_column=Column(ratio=1), markup=False),
+            TextColumn(
+                "{task.fields[shown]}",
+                markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
             console=self._console,
             refresh_per_second=5,
             transient=True,
@@ -155,16 +159,19 @@ class Progress:
         task = Task(self, name, total, completed, depth=len(self._tasks))
         self._tasks.append(task)
         if self._live:
-            self._show_row(task)
+            self._new_row(task)
         elif self._due(task.depth):
-            self._say_task(task, "started" if total is None else f"0/{total:,}")
+            done = f"{completed:,}"
+            self._say_task(task, done if total is None else f"{done}/{total:,}")
         return task
 
     def show(self, task: Task) -> None:
         """Called by a task that changed."""
         if self._live:
             self._show_row(task)
-        elif self.clock() - max(task.said_s, task._began_s) >= LINE_EVERY_S:
+        elif task.depth == 0 and task.completed == task.total:
+            return  # the line at its end says it
+        elif self.clock() - max(task.said_s, task.began_s) >= LINE_EVERY_S:
             self._say_task(task, self._state_text(task))
 
     def end(self, task: Task, *, stopped: bool) -> None:
@@ -174,11 +181,13 @@ class Progress:
         del self._tasks[self._tasks.index(task) :]
         word = "stopped at" if stopped else "done"
         if self._live:
+            # A nested task keeps its row until the next one takes it; what was below it goes.
             for row in self._rows[task.depth + (task.depth > 0) :]:
                 self._bars.update(row, visible=False)
             if task.depth == 0:
+                self._bars.refresh()
                 self._say_task(task, f"{word} {self._state_text(task)}")
-        elif self._due(task.depth):
+        elif task.depth == 0 or (self._due(task.depth) and task.elapsed_s >= LINE_EVERY_S):
             self._say_task(task, f"{word} {self._state_text(task)}")
 
     def say(self, text: str) -> None:
@@ -220,7 +229,8 @@ class Progress:
             self._print(Text("  " + "  ".join(line).rstrip()))
 
     def _due(self, depth: int) -> bool:
-        return depth == 0 or self.clock() - self._said_s >= LINE_EVERY_S
+        """A line about this depth may be printed now."""
+        return depth == 0 or (depth < ROWS and self.clock() - self._said_s >= LINE_EVERY_S)
 
     def _state_text(self, task: Task) -> str:
         if task.total is None:
@@ -236,22 +246,27 @@ class Progress:
         self._print(Text("  " * task.depth + f"{_one_line(task.name)}: {text}"))
         task.said_s = self._said_s = self.clock()
 
+    def _new_row(self, task: Task) -> None:
+        """Gives the row of this depth to `task`."""
+        if self._quiet or task.depth >= ROWS:
+            return
+        if task.depth == len(self._rows):
+            self._rows.append(self._bars.add_task("", time="", shown=""))
+        self._bars.reset(self._rows[task.depth], total=task.total, completed=task.completed)
+        self._show_row(task)
+
     def _show_row(self, task: Task) -> None:
         if self._quiet or task.depth >= ROWS:
             return
-        changes: dict[str, Any] = {
-            "description": "  " * task.depth + _one_line(task.name),
-            "total": task.total,
-            "completed": task.completed,
-            "time": task.time_text(),
-            "shown": self._separator.join(task.fields_texts()),
-            "visible": True,
-        }
-        if task.depth < len(self._rows):
-            self._bars.update(self._rows[task.depth], **changes)
-        else:
-            changes["description"] = str(changes["description"])
-            self._rows.append(self._bars.add_task(**changes))
+        self._bars.update(
+            self._rows[task.depth],
+            description="  " * task.depth + _one_line(task.name),
+            total=task.total,
+            completed=task.completed,
+            time=task.time_text(),
+            shown=self._separator.join(task.fields_texts()),
+            visible=True,
+        )
 
     def _print(self, line: Text) -> None:
         if self._live:
