@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
@@ -89,10 +90,14 @@ def atomic_folder(folder: Path, write: Callable[[Path], None]) -> None:
             if path.is_file():
                 _flush(path)
         _swap(part, folder)
-    except OSError as error:
+    except (
+        OSError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # torch reports a full disk as the last
         raise CheckpointError(
-            f"could not write {folder}: {error.strerror or error}; free space or choose another "
-            f"--out. Older checkpoints are intact"
+            f"could not write {folder}: {error}; free some disk space or choose another --out. "
+            f"Older checkpoints are intact"
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,244 @@
+"""The update: groups -> credit -> packed micro-batches -> loss -> optimiser step.
+
+One call of `Learner.update` is one stage: `epochs` passes over its groups in `minibatches` steps
+each. Groups without a gradient cost nothing: they are never packed, and a mini-batch of only such
+groups takes no optimiser step (neither momentum nor weight decay moves the weights). With a KL
+term every group has a gradient and is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fastturn.checkpoint import atomic_folder
+from fastturn.config import Config
+from fastturn.credit import ALGORITHMS, Credits, zero_advantage
+from fastturn.optim import Optimizers
+from fastturn.pack import PackedBatch, pack
+from fastturn.policy import Objective, Policy
+from fastturn.publish import prove_logprobs, prove_version
+from fastturn.types import Credit, SiblingGroup, Trajectory
+
+MOST_SKIPS = 3  # non-finite steps in a row that end the run
+
+
+class DivergedError(RuntimeError):
+    """Several optimiser steps in a row had a non-finite loss or gradient."""
+
+
+class Clock(Protocol):
+    def span(self, name: str) -> AbstractContextManager[Any]: ...
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the micro-batches of some optimiser steps; the kernel's `sums` and `peaks`."""
+
+    steps: int = 0
+    skipped: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    tokens_packed: int = 0
+    tokens_flat: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def add(self, batch: PackedBatch, output: Any) -> None:
+        self.tokens_packed += batch.tokens_packed
+        self.tokens_flat += batch.tokens_flat
+        self.loss += float(output.loss.detach())
+        for name, value in output.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, value in output.peaks.items():
+            self.peaks[name] = max(self.peaks.get(name, -math.inf), float(value))
+
+    def mean(self, name: str) -> float:
+        """Mean of a summed quantity over the scored actions (0 when there are none)."""
+        actions = self.sums.get("actions", 0.0)
+        return self.sums[name] / actions if actions else 0.0
+
+
+@dataclass(slots=True)
+class Learner:
+    """Policy, optimiser and the rule that joins them. `reference` (frozen) only with a KL term."""
+
+    policy: Policy
+    optimizers: Optimizers
+    config: Config
+    clock: Clock
+    out: Path
+    reference: Policy | None = None
+    skips_in_row: int = 0
+
+    def update(
+        self, groups: Sequence[SiblingGroup], version: int, key: tuple[int, ...]
+    ) -> tuple[dict[str, Any], Credits]:
+        """Train on one stage's groups; returns its record and the credits of the first epoch.
+
+        `version` is the policy version that must have sampled them; `key` seeds the order of
+        mini-batches. Raises `PublishError` when the samples are not from this policy and
+        `DivergedError` after `MOST_SKIPS` non-finite steps in a row.
+        """
+        loss = self.config.loss
+        objective = Objective(
+            temperature=self.config.sampling.temperature,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            kl_coef=loss.kl_coef,
+        )
+        total, first = Totals(), None
+        shown: Credits = []
+        for epoch in range(loss.epochs):
+            for part in self._partition(groups, (*key, epoch)):
+                credits = ALGORITHMS[self.config.algorithm].credit(part, self.config)
+                if epoch == 0:
+                    shown.extend(credits)
+                with self.clock.span("pack"):
+                    batches = pack(credits, self.config.pack_tokens, self.policy.device)
+                if not batches:
+                    continue
+                step = self.step(batches, objective, self.optimizers, version)
+                if first is None:
+                    first = step
+                    prove_logprobs(step.peaks["abs_log_ratio"], self.policy.dtype)
+                _merge(total, step)
+        return stage_record(shown, total, first), shown
+
+    def step(
+        self,
+        batches: Sequence[PackedBatch],
+        objective: Objective,
+        optimizers: Optimizers,
+        version: int | None = None,
+    ) -> Totals:
+        """One optimiser step over micro-batches; skipped (and kept on disk) when not finite."""
+        totals = Totals()
+        optimizers.zero_grad()
+        for batch in batches:
+            if version is not None:
+                prove_version(batch, version)
+            reference_A = None
+            if self.reference is not None and objective.kl_coef > 0:
+                with self.clock.span("score"):
+                    reference_A = self.reference.score(batch, objective.temperature)
+            with self.clock.span("forward_backward"):
+                output = self.policy(batch, objective, reference_A)
+                output.loss.backward()
+                totals.add(batch, output)
+        with self.clock.span("optimizer"):
+            most = self.config.optim.clip_norm or math.inf
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), most)
+            totals.grad_norm = float(norm)
+            if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+                optimizers.step()
+                totals.steps = 1
+                self.skips_in_row = 0
+            else:
+                self._skip(batches, totals)
+        return totals
+
+    def _partition(
+        self, groups: Sequence[SiblingGroup], key: tuple[int, ...]
+    ) -> list[list[SiblingGroup]]:
+        """Mini-batches of an epoch: a seeded shuffle dealt out evenly; no empty ones."""
+        parts = min(self.config.loss.minibatches, len(groups))
+        if parts <= 1:
+            return [list(groups)] if groups else []
+        order = np.random.default_rng([self.config.seed, *key]).permutation(len(groups))
+        return [[groups[i] for i in order[part::parts]] for part in range(parts)]
+
+    def _skip(self, batches: Sequence[PackedBatch], totals: Totals) -> None:
+        """Book a non-finite step and keep its batch for replay."""
+        totals.skipped = 1
+        self.skips_in_row += 1
+        folder = self.out / "bad" / f"{len(list((self.out / 'bad').glob('[0-9]*'))):04d}"
+
+        def write(part: Path) -> None:
+            saved = [{n: getattr(batch, n) for n in PackedBatch.__slots__} for batch in batches]
+            torch.save({"batches": saved, "model": self.policy.state_dict()}, part / "step.pt")
+
+        atomic_folder(folder, write)
+        if self.skips_in_row >= MOST_SKIPS:
+            raise DivergedError(
+                f"{MOST_SKIPS} optimiser steps in a row were not finite (loss {totals.loss}, "
+                f"gradient norm {totals.grad_norm}); the last batch and weights are in {folder}. "
+                f"Lower optim.lr (now {self.config.optim.lr:g}) or look at that batch"
+            )
+
+
+def supervised(trajectories: Sequence[Trajectory]) -> Credits:
+    """Credit that turns the surrogate into the mean negative log-likelihood's gradient: advantage
+    1 and equal weight for every action token (with `Objective(on_policy=True)`)."""
+    share = 1 / sum(trajectory.tokens_sampled for trajectory in trajectories)
+    return [[Credit(t, np.ones(len(t.turns)), np.full(len(t.turns), share))] for t in trajectories]
+
+
+def stage_record(credits: Credits, total: Totals, first: Totals | None) -> dict[str, Any]:
+    """What is logged of one stage: all mini-batches, and the first one where nothing has moved."""
+    silent = sum(zero_advantage(group) for group in credits)
+    trajectories = [credit.trajectory for group in credits for credit in group]
+    clipped = total.sums.get("clipped_low", 0.0) + total.sums.get("clipped_high", 0.0)
+    return {
+        "groups": len(credits),
+        "groups_silent": silent,
+        "zero_advantage_share": silent / len(credits) if credits else 0.0,
+        "siblings": len(trajectories),
+        "success": _mean([t.success for t in trajectories]),
+        "return_mean": _mean([t.discounted_return() for t in trajectories]),
+        "tokens_packed": total.tokens_packed,
+        "tokens_flat": total.tokens_flat,
+        "actions": int(total.sums.get("actions", 0)),
+        "steps": total.steps,
+        "skipped": total.skipped,
+        "loss": total.loss / max(1, total.steps + total.skipped),
+        "grad_norm": total.grad_norm,
+        "clip_fraction": clipped / total.sums["actions"] if total.sums.get("actions") else 0.0,
+        "kl_behavior": total.mean("kl_behavior"),
+        "kl_reference": total.mean("kl_reference"),
+        "entropy": total.mean("entropy"),
+        **_first_record(first),
+    }
+
+
+def _first_record(first: Totals | None) -> dict[str, Any]:
+    if first is None or not first.sums.get("actions"):
+        return {
+            "ratio_geomean": None,
+            "abs_log_ratio_max": None,
+            "clip_fraction_first": None,
+            "log_ratio_sum": 0.0,
+            "actions_first": 0,
+        }
+    clipped = first.sums["clipped_low"] + first.sums["clipped_high"]
+    return {
+        "ratio_geomean": math.exp(first.mean("log_ratio")),
+        "abs_log_ratio_max": first.peaks["abs_log_ratio"],
+        "clip_fraction_first": clipped / first.sums["actions"],
+        "log_ratio_sum": first.sums["log_ratio"],
+        "actions_first": int(first.sums["actions"]),
+    }
+
+
+def _merge(total: Totals, step: Totals) -> None:
+    total.steps += step.steps
+    total.skipped += step.skipped
+    total.loss += step.loss
+    total.grad_norm = max(total.grad_norm, step.grad_norm)
+    total.tokens_packed += step.tokens_packed
+    total.tokens_flat += step.tokens_flat
+    for name, value in step.sums.items():
+        total.sums[name] = total.sums.get(name, 0.0) + value
+    for name, value in step.peaks.items():
+        total.peaks[name] = max(total.peaks.get(name, -math.inf), value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

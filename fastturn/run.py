@@ -1,0 +1,227 @@
+"""A run: everything that is open while it lasts, the cursor that says where it is, and its folder.
+
+out/config.json     the configuration, as resolved and as the recipe had it
+out/records.jsonl   one line a stage, iteration, evaluation     out/samples.jsonl  transcripts
+out/checkpoints/    whole checkpoints                           out/final/         the model
+out/summary.json    the result                                  out/report.html    to look at
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_model
+
+from fastturn import checkpoint, models
+from fastturn.config import Config, as_dict
+from fastturn.envs import load_domain
+from fastturn.envs.base import Domain
+from fastturn.learner import Learner
+from fastturn.meter import Meter, write_json
+from fastturn.optim import training_optimizer, warm_optimizer
+from fastturn.policy import Policy
+from fastturn.progress import Progress
+from fastturn.render import Renderer
+from fastturn.sampler.local import LocalSampler
+from fastturn.tree import Rollout
+from fastturn.types import Trunk
+
+# Keys that a resumed run may change: how long it runs and what it keeps, not what it is.
+RESUMABLE = {"iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"}
+
+
+class RunError(RuntimeError):
+    """A run that cannot start or go on; the message says why and what to do."""
+
+
+@dataclass(slots=True)
+class Cursor:
+    """What comes next. `stage` counts the finished stages of the iteration in hand (its trunks are
+    in the checkpoint when it is not 0). `before`, `after`: first and last evaluation, once known.
+    `tally` sums over the iteration in hand, `totals` over the run."""
+
+    phase: Literal["warm", "train", "done"] = "warm"
+    warm_step: int = 0
+    iteration: int = 0
+    stage: int = 0
+    version: int = 0
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+    tally: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Cursor:
+        counters = {name: Counter(values[name]) for name in ("tally", "totals")}
+        return cls(**{**values, **counters})
+
+
+@dataclass(slots=True)
+class Run:
+    """The open parts of a run. `trunks` are those of an iteration in hand."""
+
+    config: Config
+    out: Path
+    domain: Domain
+    tokenizer: Any
+    policy: Policy
+    learner: Learner
+    rollout: Rollout
+    meter: Meter
+    progress: Progress
+    cursor: Cursor
+    trunks: list[Trunk] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment. A full disk is said and counted; the run goes on."""
+        cursor = self.cursor
+        name = f"{cursor.iteration:06d}-{cursor.stage:02d}-{cursor.warm_step:06d}"
+        root = self.out / "checkpoints"
+        with self.meter.span("checkpoint"):
+            state = {
+                "cursor": asdict(cursor),
+                "config": as_dict(self.config),
+                "meter": self.meter.state(),
+            }
+            try:
+                checkpoint.save(
+                    root / name, self.policy.model, self.learner.optimizers, state, self.trunks
+                )
+            except checkpoint.CheckpointError as error:
+                self.meter.count("checkpoint_failed")
+                self.progress.warn(str(error))
+                return
+            checkpoint.prune(root, self.config.save.keep)
+
+    def save_final(self) -> None:
+        """The model and tokenizer in Hugging Face format, whole or not at all."""
+
+        def write(part: Path) -> None:
+            self.policy.model.save_pretrained(part)
+            self.tokenizer.save_pretrained(part)
+
+        with self.meter.span("checkpoint"):
+            checkpoint.atomic_folder(self.out / "final", write)
+
+    def begin_training(self) -> None:
+        """From here on steps are those of the training phase: fresh moments, and the policy of
+        this moment as the frozen reference when there is a KL term."""
+        config = self.config
+        self.learner.optimizers = training_optimizer(self.policy.model, config.optim)
+        if config.loss.kl_coef > 0:
+            folder = self.out / "reference"
+            if not folder.exists():
+                checkpoint.atomic_folder(folder, self.policy.model.save_pretrained)
+            reference = copy.deepcopy(self.policy.model).requires_grad_(False)
+            load_model(reference, str(folder / "model.safetensors"))
+            self.learner.reference = Policy(reference, config.attention)
+
+
+@contextmanager
+def open_run(
+    config: Config, recipe: Config, out: Path, resume: bool, progress: Progress
+) -> Iterator[Run]:
+    """Open everything that a run needs, restored from its newest checkpoint when `resume`.
+
+    Raises `RunError` when `out` already holds a run (without `resume`), holds none (with it), or
+    holds one of another configuration (the differing keys are named).
+    """
+    claim(out, config, recipe, resume)
+    torch.set_num_threads(config.threads)
+    newest = checkpoint.latest(out / "checkpoints") if resume else None
+    state: dict[str, Any] = {}
+    trunks: list[Trunk] = []
+    if newest is not None:
+        state, trunks = checkpoint.load_state(newest)
+        progress.say(f"resuming from {newest}")
+    device = torch.device(device_name(config))
+    meter = Meter(
+        out, config.trackers, state=state.get("meter"), device_kind=device.type
+    )  # fmt: skip
+    with meter:
+        with meter.span("setup"):
+            run = _build(config, out, device, meter, progress)
+            run.trunks = trunks
+            if newest is not None:
+                _restore(run, state, newest)
+        yield run
+
+
+def claim(out: Path, config: Config, recipe: Config, resume: bool) -> None:
+    """Make `out` this run's folder, or say why it cannot be."""
+    path = out / "config.json"
+    if resume:
+        differing = changed_keys(path, config)
+        if differing:
+            raise RunError(
+                f"{out} was started with another configuration: {'; '.join(differing)}. Resume "
+                f"with the same keys, or start a new run with another --out"
+            )
+    elif path.exists():
+        raise RunError(
+            f"{out} already holds a run; continue it with --resume or choose another --out"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"config": as_dict(config), "recipe": as_dict(recipe)})
+    except OSError as error:
+        raise RunError(f"cannot write to {out}: {error}; choose another --out") from error
+
+
+def changed_keys(path: Path, config: Config) -> list[str]:
+    """`key: was x, is y` for every key that must not change between start and resume."""
+    try:
+        was = json.loads(path.read_text())["config"]
+    except FileNotFoundError:
+        raise RunError(f"{path.parent} holds no run to resume; leave out --resume") from None
+    except (ValueError, KeyError) as error:
+        raise RunError(f"{path} is not readable ({error}); choose another --out") from error
+    return [
+        f"{key}: was {was.get(key)!r}, is {value!r}"
+        for key, value in as_dict(config).items()
+        if key not in RESUMABLE and was.get(key, value) != value
+    ]
+
+
+def device_name(config: Config) -> str:
+    """Where the policy lives."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _build(
+    config: Config, out: Path, device: torch.device, meter: Meter, progress: Progress
+) -> Run:
+    """A fresh run: data first (its errors are the cheapest), then tokenizer, model, sampler."""
+    torch.manual_seed(config.seed)
+    domain = load_domain(config)
+    model, tokenizer = models.open_model(config, domain)
+    policy = Policy(model.to(device), config.attention)
+    renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
+    sampler = LocalSampler(policy)
+    rollout = Rollout(domain, renderer, sampler, config, meter)
+    optimizers = warm_optimizer(policy.model, config.warm)
+    learner = Learner(policy, optimizers, config, meter, out)
+    cursor = Cursor()
+    return Run(
+        config, out, domain, tokenizer, policy, learner, rollout, meter, progress, cursor
+    )  # fmt: skip
+
+
+def _restore(run: Run, state: dict[str, Any], folder: Path) -> None:
+    run.cursor = Cursor.from_dict(state["cursor"])
+    if run.cursor.phase != "warm":
+        run.begin_training()
+    checkpoint.load_weights(folder, run.policy.model, run.learner.optimizers)
+    run.rollout.sampler.publish(run.cursor.version)

@@ -1,0 +1,334 @@
+"""The loop. Data goes one way:
+
+    tasks ─ roots ─ grow ─> trunks ─ stages, k = K-1 … 0 ─┐      (GRPO: one stage, the roots)
+                                                          v
+          publish ─> fork ─> SiblingGroups ─> credit ─> pack ─> PackedBatch ─> policy(batch)
+             ^                                                                     │ loss
+             └────────── version + 1 <── optimiser step <── gradients <────────────┘
+                                                │
+                          meter.record(stage), checkpoint(cursor)
+
+A `Cursor` says what comes next; everything random is a pure function of the seed and the cursor, so
+a run that was killed and resumed repeats the one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastturn import tree
+from fastturn.config import Config
+from fastturn.credit import ALGORITHMS
+from fastturn.demos import demonstrate
+from fastturn.envs.base import Task
+from fastturn.evaluate import Evaluation, evaluate
+from fastturn.learner import supervised
+from fastturn.pack import pack
+from fastturn.policy import Objective
+from fastturn.progress import Progress
+from fastturn.publish import publish
+from fastturn.report import write_report
+from fastturn.run import Run, RunError, open_run
+from fastturn.transcripts import transcripts
+from fastturn.types import Trajectory
+
+MOST_CUT = 0.3  # share of truncated episodes in the first iteration that earns a warning
+__all__ = ["RunError", "train"]
+
+
+def train(config: Config, recipe: Config, out: Path, resume: bool = False) -> dict[str, Any]:
+    """Run `config` in the folder `out` and return its summary (also `out/summary.json`).
+
+    `recipe` is the configuration before overrides (the report marks what differs). With `resume`
+    the newest checkpoint of `out` continues; without it `out` must not hold a run. Raises
+    `RunError`, `ConfigError` or `DomainError` with a remedy, and `KeyboardInterrupt` after Ctrl-C,
+    when the step in hand is finished and saved.
+    """
+    with Progress() as progress, open_run(config, recipe, out, resume, progress) as run:
+        with interruptible(run):
+            warm_start(run)
+            evaluate_before(run)
+            iterate(run)
+        return finish(run)
+
+
+def warm_start(run: Run) -> None:
+    """Supervised steps on scripted demonstrations, packed and scored like everything else."""
+    config, cursor = run.config, run.cursor
+    if cursor.phase != "warm":
+        return
+    objective = Objective(temperature=1.0, on_policy=True)
+    with (
+        run.meter.span("warm_start"),
+        run.progress.task("warm start", config.warm.steps, cursor.warm_step) as bar,
+    ):
+        while cursor.warm_step < config.warm.steps:
+            tasks = pick(run, cursor.warm_step, config.warm.batch, "warm")
+            key = (config.seed, "warm", cursor.warm_step)
+            shown = demonstrate(run.domain, run.rollout.renderer, tasks, config.turns, key)
+            batches = pack(supervised(shown), config.pack_tokens, run.policy.device)
+            lr = run.learner.optimizers.lr
+            step = run.learner.step(batches, objective, run.learner.optimizers)
+            cursor.warm_step += 1
+            nll = -step.mean("logprob")
+            if cursor.warm_step % 10 == 0 or cursor.warm_step == config.warm.steps:
+                run.meter.record("warm", {"step": cursor.warm_step, "loss": nll, "lr": lr})
+            bar.advance(1, loss=nll)
+            stop_if_asked(run)
+    cursor.phase, cursor.version = "train", cursor.version + 1
+    run.begin_training()
+
+
+def evaluate_before(run: Run) -> None:
+    """Held-out success of the policy that training starts from; then the first checkpoint."""
+    if run.cursor.before:
+        return
+    publish(run.rollout.sampler, run.cursor.version)
+    run.cursor.before = held_out(run, "before").record()
+    run.save()
+
+
+def held_out(run: Run, split: str) -> Evaluation:
+    """Evaluate on the held-out tasks and record it."""
+    tasks = [run.domain.eval_tasks[i] for i in range(len(run.domain.eval_tasks))]
+    with run.meter.span("evaluation"):
+        result = evaluate(run.rollout, tasks)
+    record = {"iteration": run.cursor.iteration, "split": split, **result.record()}
+    run.meter.record("eval", record)
+    run.progress.say(
+        f"held-out success {split}: sampled {result.success:.1%}, greedy {result.greedy:.1%} "
+        f"({len(tasks)} tasks)"
+    )
+    return result
+
+
+def iterate(run: Run) -> None:
+    """All iterations that are left, each with its evaluation and checkpoint when they are due."""
+    config, cursor = run.config, run.cursor
+    with run.progress.task(config.algorithm, config.iterations, cursor.iteration) as bar:
+        while cursor.iteration < config.iterations:
+            record = one_iteration(run)
+            bar.advance(1, success=record["success"], zero_advantage=record["zero_advantage_share"])
+            if config.eval_every and cursor.iteration % config.eval_every == 0:
+                publish(run.rollout.sampler, cursor.version)
+                held_out(run, "during")
+            if config.save.every and cursor.iteration % config.save.every == 0:
+                run.save()
+            stop_if_asked(run)
+
+
+def one_iteration(run: Run) -> dict[str, Any]:
+    """Grow (or take up) the trunks, train every stage in reverse, record the iteration."""
+    cursor = run.cursor
+    stages = list(plan_stages(run))
+    name = f"iteration {cursor.iteration + 1}"
+    with run.progress.task(name, len(stages), cursor.stage) as bar:
+        for turn, points in stages[cursor.stage :]:
+            bar.update(turn=turn)
+            one_stage(run, turn, points)
+            cursor.stage += 1
+            bar.advance(1)
+            if cursor.stage < len(stages):
+                stop_if_asked(run)
+    record = iteration_record(cursor.iteration, cursor.tally, cursor.totals)
+    run.meter.record("iteration", record)
+    if cursor.iteration == 0 and cursor.tally["episodes"]:
+        warn_truncation(run, cursor.tally["ending_truncated"] / cursor.tally["episodes"])
+    cursor.iteration, cursor.stage, cursor.tally, run.trunks = (
+        cursor.iteration + 1,
+        0,
+        Counter(),
+        [],
+    )
+    return record
+
+
+def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
+    """(turn, boundaries to fork at) in training order."""
+    config, cursor = run.config, run.cursor
+    algorithm = ALGORITHMS[config.algorithm]
+    tasks = pick(run, cursor.iteration, config.tasks, "train")
+    if not algorithm.reverse:
+        return iter([(0, run.rollout.roots(tasks))])
+    if not run.trunks:
+        publish(run.rollout.sampler, cursor.version)
+        roots = run.rollout.roots(tasks, config.trunks)
+        run.trunks = run.rollout.grow(roots, ("trunk", cursor.iteration))
+        book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
+    return tree.stages(run.trunks)
+
+
+def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
+    """Publish, fork, train, record."""
+    config, cursor = run.config, run.cursor
+    with run.meter.span("publish"):
+        publish(run.rollout.sampler, cursor.version)
+    n = config.group_size - ALGORITHMS[config.algorithm].unsampled
+    groups = run.rollout.fork(points, n, ("fork", cursor.iteration, turn))
+    record, credits = run.learner.update(groups, cursor.version, (cursor.iteration, turn))
+    position = {"iteration": cursor.iteration, "stage": turn, "version": cursor.version}
+    cursor.version += bool(record["steps"])
+    book(cursor.tally, [t for group in groups for t in group.siblings])
+    for name in ("tokens_packed", "tokens_flat", "groups", "groups_silent"):
+        cursor.tally[name] += record[name]
+    for name in ("log_ratio_sum", "actions_first"):
+        cursor.totals[name] += record.pop(name)
+    run.meter.record("stage", position | record)
+    for sample in transcripts(credits, run.tokenizer, cursor.iteration, turn):
+        run.meter.sample(sample)
+
+
+def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") -> None:
+    """Add finished episodes to the iteration's sums; trunks have their own successes."""
+    for episode in episodes:
+        tally["rollouts"] += 1
+        tally[f"{prefix}episodes"] += 1
+        tally[f"{prefix}success"] += episode.success
+        tally[f"{prefix}return"] += episode.discounted_return()  # type: ignore[assignment]
+        tally[f"{prefix}turns"] += len(episode.turns)
+        tally[f"{prefix}action_tokens"] += episode.tokens_sampled
+        tally[f"ending_{episode.ending}"] += 1
+
+
+def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) -> dict[str, Any]:
+    """The record of an iteration; its sums are added to the run's `totals`."""
+    totals.update({k: tally[k] for k in ("rollouts", "tokens_packed", "tokens_flat")})
+    totals.update({k: tally[k] for k in ("groups", "groups_silent")})
+
+    def mean(name: str, over: str = "episodes") -> float:
+        return tally[name] / tally[over] if tally[over] else 0.0
+
+    endings = {k.removeprefix("ending_"): n for k, n in tally.items() if k.startswith("ending_")}
+    return {
+        "iteration": iteration,
+        "rollouts": tally["rollouts"],
+        "rollouts_total": totals["rollouts"],
+        "success": mean("success"),
+        "trunk_success": mean("trunk_success", "trunk_episodes"),
+        "return_mean": mean("return"),
+        "turns_mean": mean("turns"),
+        "action_tokens_mean": mean("action_tokens"),
+        "zero_advantage_share": mean("groups_silent", "groups"),
+        "tokens_packed": tally["tokens_packed"],
+        "tokens_flat": tally["tokens_flat"],
+        "endings": dict(sorted(endings.items())),
+    }
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Last evaluation, final model, summary and report; repeated harmlessly on a finished run."""
+    config, cursor = run.config, run.cursor
+    if cursor.phase != "done":
+        publish(run.rollout.sampler, cursor.version)
+        after = held_out(run, "after")
+        cursor.after, cursor.phase = after.record(), "done"
+        run.save_final()
+        run.save()
+    totals = cursor.totals
+    first = totals["actions_first"]
+    summary = run.meter.summary(
+        {
+            "recipe": config.recipe,
+            "algorithm": config.algorithm,
+            "seed": config.seed,
+            "success_before": cursor.before["success"],
+            "success_after": cursor.after["success"],
+            "greedy_before": cursor.before["greedy"],
+            "greedy_after": cursor.after["greedy"],
+            "eval_tasks": cursor.after["eval_tasks"],
+            "iterations": cursor.iteration,
+            "rollouts": totals["rollouts"],
+            "tokens_packed": totals["tokens_packed"],
+            "tokens_flat": totals["tokens_flat"],
+            "zero_advantage_share": totals["groups_silent"] / max(1, totals["groups"]),
+            "ratio_geomean": math.exp(totals["log_ratio_sum"] / first) if first else None,
+        }
+    )
+    path = write_report(run.out)
+    run.progress.table("run", result_rows(summary, path))
+    return summary
+
+
+def result_rows(summary: dict[str, Any], report: Path) -> list[tuple[str, str]]:
+    """What a person wants to see at the end."""
+    packed, flat = summary["tokens_packed"], summary["tokens_flat"]
+    return [
+        ("sampled success", f"{summary['success_before']:.1%} -> {summary['success_after']:.1%}"),
+        ("greedy success", f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"),
+        ("rollouts", f"{summary['rollouts']:,}"),
+        ("wall-clock / CPU", f"{summary['wall_s']:.0f} s / {summary['cpu_s']:.0f} s"),
+        ("silent groups", f"{summary['zero_advantage_share']:.0%}"),
+        ("tokens saved by sharing", f"{1 - packed / flat:.0%}" if flat else "-"),
+        ("report", str(report)),
+    ]
+
+
+def pick(run: Run, index: int, n: int, stream: str) -> list[Task]:
+    """`n` training tasks of step `index`: a seeded shuffle an epoch, walked through in order."""
+    tasks = run.domain.train_tasks
+    chosen = []
+    for place in range(index * n, (index + 1) * n):
+        epoch, offset = divmod(place, len(tasks))
+        key = tree.stream_seed(run.config.seed, stream, epoch)
+        chosen.append(tasks[shuffled(len(tasks), key, offset)])
+    return chosen
+
+
+def shuffled(length: int, key: int, offset: int) -> int:
+    """Element `offset` of a seeded permutation of range(length), without making the permutation.
+
+    An affine walk `a * offset + b mod length` with `a` coprime to `length` visits all elements.
+    """
+    rng = np.random.default_rng(key)
+    b = int(rng.integers(length))
+    a = int(rng.integers(1, length + 1))
+    while math.gcd(a, length) != 1:
+        a = a % length + 1
+    return (a * offset + b) % length
+
+
+def warn_truncation(run: Run, share: float) -> None:
+    if share > MOST_CUT:
+        run.progress.warn(
+            f"{share:.0%} of the first iteration's episodes were cut by their token budget and "
+            f"earn nothing; raise sampling.turn_tokens (now {run.config.sampling.turn_tokens}) or "
+            f"sampling.episode_tokens (now {run.config.sampling.episode_tokens})"
+        )
+
+
+def stop_if_asked(run: Run) -> None:
+    """After Ctrl-C: save, say how to go on, and leave."""
+    if not run.stop.is_set():
+        return
+    run.save()
+    run.progress.say(f"stopped and saved; go on with the same command and --resume --out {run.out}")
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """The first Ctrl-C asks for a stop at the next whole step, the second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(signum: int, frame: object) -> None:
+        if run.stop.is_set():
+            raise KeyboardInterrupt
+        run.stop.set()
+        run.progress.say("stopping after the step in hand (Ctrl-C again: at once)")
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
