@@ -1,0 +1,282 @@
+"""The command line: `fastturn train | eval | report | recipes`.
+
+torch and transformers are imported only by the commands that compute, so help, errors, recipes and
+the dry run answer at once. Exit status: 0 done, 1 the run failed, 2 bad input, 130 stopped by
+Ctrl-C (everything is saved, `--resume` continues).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fastturn.config import Config, ConfigError, override
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+# Errors with a message for the user: (module, class, exit status). Looked up among the modules that
+# are loaded, because an error can only come from one that is.
+KNOWN_ERRORS = (
+    ("fastturn.config", "ConfigError", BAD_INPUT),
+    ("fastturn.envs.base", "DomainError", BAD_INPUT),
+    ("fastturn.run", "RunError", FAILED),
+    ("fastturn.checkpoint", "CheckpointError", FAILED),
+    ("fastturn.learner", "DivergedError", FAILED),
+)
+
+# What a run leaves in its folder from its first seconds on.
+RUN_FILES = ("config.json", "records.jsonl", "summary.json", "checkpoints")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors on one line, as the other errors of the program."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Example: `main(["train", "quickstart", "iterations=1", "--dry-run"])` returns 0.
+    """
+    options = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        command: Callable[[argparse.Namespace], int] = options.command
+        return command(options)
+    except KeyboardInterrupt as stop:
+        print(f"interrupted: {stop}" if str(stop) else "interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, RuntimeError) as error:
+        status = _status(error)
+        if status is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return status
+
+
+def _status(error: Exception) -> int | None:
+    """The exit status of an error meant for the user, None for a defect of the program."""
+    for module, name, status in KNOWN_ERRORS:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            return status
+    return None
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """Options and key=value pairs may be mixed in any order."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        if word.startswith("-") or not hasattr(options, "pairs"):
+            near = difflib.get_close_matches(
+                word, ("--out", "--resume", "--dry-run", "--help"), n=1
+            )
+            hint = f" (the nearest is {near[0]})" if near else ""
+            parser.error(f"unknown argument {word!r}{hint}")
+        options.pairs.append(word)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fastturn",
+        description="Train multi-turn, tool-using language-model agents.",
+        epilog="Example: fastturn train quickstart --out runs/first seed=1 iterations=20",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = _command(commands, "train", _train, "train a recipe")
+    train.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    _add_pairs(train)
+    train.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)"
+    )
+    train.add_argument("--resume", action="store_true", help="continue the run in the folder")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the plan of the run and start nothing"
+    )
+    evaluation = _command(commands, "eval", _eval, "measure a run or a model on held-out tasks")
+    evaluation.add_argument(
+        "path", type=Path, metavar="RUN_OR_MODEL", help="a run, or a model in Hugging Face format"
+    )
+    _add_pairs(evaluation)
+    report = _command(commands, "report", _report, "write report.html of a run again")
+    report.add_argument("path", type=Path, metavar="DIR", help="the folder of a run")
+    _command(commands, "recipes", _recipes, "list the recipes")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_pairs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pairs",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that replace the recipe's (docs/configuration.md lists the keys)",
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    recipe = _recipe(options.recipe)
+    config = override(recipe, options.pairs)
+    if options.dry_run:
+        from fastturn.plan import print_plan
+
+        print_plan(config, recipe)
+        return 0
+    was_there = options.out is not None and options.out.exists()
+    out = _run_folder(options.out, options.resume, config)
+    from fastturn.trainer import train
+
+    try:
+        train(config, recipe, out, options.resume)
+    finally:
+        if not was_there:
+            # A run that failed before its first file leaves no empty folder behind.
+            with contextlib.suppress(OSError):
+                out.rmdir()
+    return 0
+
+
+def _recipe(name: str) -> Config:
+    from fastturn.recipes import RECIPES
+
+    if name in RECIPES:
+        return RECIPES[name]()
+    if "=" in name:
+        raise ConfigError(
+            f"{name!r} stands where the recipe belongs; put one first, for example: "
+            f"fastturn train quickstart {name}"
+        )
+    near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"unknown recipe {name!r}; the nearest is {near!r} (fastturn recipes lists all)"
+    )
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in RUN_FILES)
+
+
+def _run_folder(out: Path | None, resume: bool, config: Config) -> Path:
+    """The folder to train in: the one asked for, the newest of this name to resume, or a new one.
+
+    Raises `ConfigError` when it is a file, cannot be made, or holds a run that is not resumed.
+    """
+    if out is None:
+        stem = f"{config.recipe}-{config.algorithm}-seed{config.seed}"
+        return _newest_folder(Path("runs"), stem) if resume else _new_folder(Path("runs"), stem)
+    if not resume and _holds_run(out):
+        raise ConfigError(
+            f"--out {out}: the folder already holds a run; continue it with --resume, or choose "
+            f"another --out"
+        )
+    if resume and not _holds_run(out):
+        print(f"{out} holds no run yet; starting from the beginning", file=sys.stderr)
+    _make_folder(out)
+    return out
+
+
+def _make_folder(folder: Path, exist_ok: bool = True) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise ConfigError(
+            f"--out {folder}: expected a folder that can be written, but {reason}; "
+            f"choose another --out"
+        ) from error
+
+
+def _new_folder(parent: Path, stem: str) -> Path:
+    """`stem`, or `stem-2`, `stem-3`, … when that exists; two runs never take the same one."""
+    folder, number = parent / stem, 1
+    while True:
+        try:
+            _make_folder(folder, exist_ok=False)
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{stem}-{number}"
+        else:
+            return folder
+
+
+def _newest_folder(parent: Path, stem: str) -> Path:
+    """The highest-numbered run of this name."""
+    pattern = re.compile(re.escape(stem) + r"(?:-(\d+))?")
+    numbered = [
+        (int(match[1] or 1), folder)
+        for folder in (parent.iterdir() if parent.is_dir() else ())
+        if (match := pattern.fullmatch(folder.name)) and _holds_run(folder)
+    ]
+    if not numbered:
+        raise ConfigError(
+            f"--resume: no run named {stem} in {parent}/; give the run's own recipe, algorithm and "
+            f"seed, or its folder with --out"
+        )
+    return max(numbered)[1]
+
+
+def _eval(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if not (path / "config.json").is_file():
+        reason = "it holds no config.json" if path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"eval {path}: expected the folder of a run or of a model in Hugging Face format, but "
+            f"{reason}; name one, for example runs/quickstart-rtpo-seed0"
+        )
+    from fastturn.evaluate import evaluate_path
+
+    result = evaluate_path(path, options.pairs)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("measure", "value", title=str(path), title_justify="left")
+    table.columns[1].justify = "right"
+    for name, value in result.items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if not (path / "records.jsonl").is_file():
+        reason = "it holds no records.jsonl" if path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"report {path}: expected the folder of a run, but {reason}; "
+            f"name one that fastturn train has written"
+        )
+    from fastturn.report import write_report
+
+    print(write_report(path))
+    return 0
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from fastturn.recipes import RECIPES
+
+    width = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        summary = (recipe.__doc__ or "").strip().split("\n")[0]
+        print(f"{name:<{width}}  {summary}")
+    return 0

@@ -1,0 +1,240 @@
+"""What a run would do and need, worked out from the configuration alone: `--dry-run`.
+
+Nothing is started, loaded or downloaded, and torch is not imported: counts follow from the
+configuration, memory from the model's `config.json` (or from the rule that builds the small Qwen3).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fastturn.config import Config, ConfigError, as_dict
+from fastturn.credit import ALGORITHMS
+
+GIB = 2**30
+HEAD_ROWS = 1024  # rows of logits that the fused head holds at a time
+
+# A tokenizer that is built in the run has a few hundred ids; the exact number is known only then.
+BUILT_VOCABULARY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a dense transformer that memory depends on (H, K, E, V as in `types.py`)."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Weights of embeddings, attention, gated MLP and norms; biases are left out.
+
+        Example: SmolLM2-135M gives 134 515 008, as counted by transformers.
+        """
+        attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
+        block = attention + 3 * self.width * self.mlp + 2 * self.width
+        embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
+        return embeddings + self.layers * block + self.width
+
+    @property
+    def activations_token(self) -> int:
+        """Numbers that one layer keeps for the backward pass of one token.
+
+        Fitted to what autograd saves in Qwen3 and Llama at several widths; within 25 % of both.
+        """
+        attention = 4 * (self.heads + self.kv_heads) * self.head_width
+        return 5 * self.width + attention + 4 * self.mlp
+
+
+SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True)
+
+
+def shape_of(config: Config) -> Shape | None:
+    """The shape of `model.path`, or None for a hub id that is not on this machine yet.
+
+    Raises `ConfigError` when the path is a folder without a readable `config.json`.
+    """
+    path = config.model.path
+    if not path:
+        width = config.model.width
+        heads = (4, 2, width // 4, 3 * width)
+        return Shape(config.model.layers, width, *heads, BUILT_VOCABULARY, tied=True)
+    if path == "smollm2-135m":
+        return SMOLLM2_135M
+    file = Path(path) / "config.json" if Path(path).is_dir() else _cached_config(path)
+    if file is None:
+        return None
+    try:
+        return _read_shape(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path={path!r}: expected a folder in Hugging Face format, but {file.name} "
+            f"cannot be read ({error!r}); name a folder written by save_pretrained"
+        ) from error
+
+
+def _read_shape(values: Mapping[str, Any]) -> Shape:
+    values = values.get("text_config") or values
+    heads = values["num_attention_heads"]
+    return Shape(
+        layers=values["num_hidden_layers"],
+        width=values["hidden_size"],
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_width=values.get("head_dim") or values["hidden_size"] // heads,
+        mlp=values["intermediate_size"],
+        vocabulary=values["vocab_size"],
+        tied=bool(values.get("tie_word_embeddings", False)),
+    )
+
+
+def _cached_config(hub_id: str) -> Path | None:
+    """`config.json` of a hub id in the local cache of Hugging Face, newest snapshot first."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = home / "hub" / f"models--{hub_id.replace('/', '--')}" / "snapshots"
+    found = sorted(folder.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def derive(config: Config) -> dict[str, int]:
+    """Counts that follow from the configuration; rollouts are upper bounds, because an episode
+    that ends early has fewer boundaries to fork.
+
+    Example, RTPO with 32 tasks, 1 trunk, 4 turns, G = 5: 32 · (1 + 4 · 4) = 544 rollouts and 4
+    stages an iteration; GRPO with G = 16: 512 rollouts and 1 stage.
+    """
+    algorithm = ALGORITHMS[config.algorithm]
+    forks = config.group_size - algorithm.unsampled
+    roots = config.tasks * (config.trunks if algorithm.reverse else 1)
+    stages = config.turns if algorithm.reverse else 1
+    rollouts = roots * (algorithm.reverse + stages * forks)
+    between = (config.iterations - 1) // config.eval_every if config.eval_every else 0
+    evaluations = 2 + max(0, between)
+    return {
+        "rollouts_iteration": rollouts,
+        "rollouts": rollouts * config.iterations,
+        "stages_iteration": stages,
+        "groups_stage": roots,
+        "rollouts_stage": roots * forks,
+        "steps_stage": config.loss.epochs * config.loss.minibatches,
+        "tokens_microbatch": max(config.pack_tokens, config.model.max_context),
+        "evaluations": evaluations,
+        "rollouts_evaluation": 2 * config.data.eval_tasks,
+        "demonstrations": config.warm.steps * config.warm.batch,
+    }
+
+
+def memory_gib(config: Config) -> dict[str, float]:
+    """Upper estimates in GiB by use, with their sum under "total"; empty when the shape is unknown.
+
+    The sampler reads the trainer's own weights. The decode cache is counted for every sibling of a
+    stage at full context; sharing of contexts makes it smaller.
+    """
+    shape = shape_of(config)
+    if shape is None:
+        return {}
+    size = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    weights = shape.parameters * size
+    derived = derive(config)
+    tokens = derived["tokens_microbatch"]
+    kept_layers = 1 if config.model.gradient_checkpointing else shape.layers
+    activations = tokens * shape.activations_token * kept_layers
+    if config.model.gradient_checkpointing:
+        activations += tokens * shape.width * shape.layers
+    kv_token = 2 * shape.layers * shape.kv_heads * shape.head_width
+    rows = max(derived["rollouts_stage"], config.data.eval_tasks)
+    uses = {
+        "weights": weights,
+        "gradients": weights,
+        "AdamW moments": 2 * weights,
+        "reference weights": weights if config.loss.kl_coef > 0 else 0,
+        "activations of a micro-batch": activations * size,
+        "logits of a head chunk": min(HEAD_ROWS, tokens) * shape.vocabulary * 4,
+        "decode keys and values": rows * config.model.max_context * kv_token * size,
+    }
+    gib = {name: value / GIB for name, value in uses.items() if value}
+    return gib | {"total": sum(gib.values())}
+
+
+LABELS = {
+    "rollouts_iteration": "rollouts an iteration (at most)",
+    "rollouts": "rollouts of the run (at most)",
+    "stages_iteration": "stages an iteration (at most)",
+    "groups_stage": "groups a stage (at most)",
+    "rollouts_stage": "rollouts a stage (at most)",
+    "steps_stage": "optimiser steps a stage",
+    "tokens_microbatch": "tokens of a micro-batch (at most)",
+    "evaluations": "evaluations",
+    "rollouts_evaluation": "rollouts an evaluation",
+    "demonstrations": "demonstrations of the warm start",
+}
+
+
+def print_plan(config: Config, recipe: Config, console: Console | None = None) -> None:
+    """Print the resolved configuration (what differs from `recipe` is marked with both values),
+    the derived numbers and the memory estimate."""
+    console = console or Console()
+    console.print(_settings(config, recipe))
+    console.print(_numbers(derive(config)))
+    shape = shape_of(config)
+    if shape:
+        console.print(_memory(memory_gib(config)))
+        console.print(f"{shape.parameters / 1e6:.2f} million parameters in {config.model.dtype}")
+    else:
+        console.print(f"memory: unknown until {config.model.path} has been downloaded")
+    console.print("dry run: nothing was started")
+
+
+def _settings(config: Config, recipe: Config) -> Table:
+    table = _table(f"configuration ({config.recipe})", ("key", "value", "in the recipe"))
+    before = as_dict(recipe)
+    for key, value in as_dict(config).items():
+        if value == before[key]:
+            table.add_row(key, _text(value), "")
+        else:
+            table.add_row(f"* {key}", _text(value), _text(before[key]), style="bold yellow")
+    return table
+
+
+def _numbers(derived: Mapping[str, int]) -> Table:
+    table = _table("derived numbers", ("what", "count"))
+    table.columns[1].justify = "right"
+    for key, value in derived.items():
+        table.add_row(LABELS[key], f"{value:,}")
+    return table
+
+
+def _memory(memory: Mapping[str, float]) -> Table:
+    table = _table("memory estimate", ("use", "size"))
+    table.columns[1].justify = "right"
+    for name, gib in memory.items():
+        size = f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
+        table.add_row(name, size, style="bold" if name == "total" else "")
+    return table
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(value) or "(none)"
+    return str(value) if value != "" else "(empty)"
