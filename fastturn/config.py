@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "float32"
     layers: int = 2
     width: int = 64
+    vocabulary: int = 334  # ids of the tokenizer built for it
     max_context: int = 512
     gradient_checkpointing: bool = False
 
@@ -148,9 +150,9 @@ def override(config: Config, pairs: Sequence[str]) -> Config:
         if not separator:
             raise ConfigError(f"override {pair!r}: expected key=value, for example iterations=1")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             leaf = [name for name in known if name.split(".")[-1] == key]
-            hint = (leaf or near or ["seed"])[0]
+            hint = (leaf or near)[0]
             raise ConfigError(f"unknown key {key!r}; the nearest is {hint!r}")
         config = _replace(config, key.split("."), _parse(key, text, known[key]))
     return check(config)
@@ -185,11 +187,11 @@ POSITIVE = (
     *("tasks", "trunks", "turns", "pack_tokens", "threads"),
     *("sampling.temperature", "sampling.turn_tokens", "sampling.episode_tokens"),
     *("loss.epochs", "loss.minibatches", "optim.lr", "warm.batch", "save.keep"),
-    *("model.layers", "model.width", "model.max_context"),
+    *("model.layers", "model.width", "model.vocabulary", "model.max_context"),
     *("data.tool_timeout_s", "data.env_timeout_s", "data.eval_tasks"),
 )
 NON_NEGATIVE = (
-    *("iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
+    *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
     *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm"),
 )
@@ -213,6 +215,9 @@ def check(config: Config) -> Config:
             f"always 0; set group_size={least} or more"
         )
     values = {key: value for key, _, value in fields(config)}
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: expected a finite number")
     for key in POSITIVE:
         if not values[key] > 0:
             raise ConfigError(f"{key}={values[key]}: expected a positive number")
@@ -221,6 +226,8 @@ def check(config: Config) -> Config:
             raise ConfigError(f"{key}={values[key]}: expected zero or more")
     if not 0 < config.gamma <= 1:
         raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
+    if not 0 <= config.optim.beta2 < 1:
+        raise ConfigError(f"optim.beta2={config.optim.beta2}: expected a decay rate in [0, 1)")
     if not config.loss.clip_low < 1:
         raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected a value below 1")
     if config.loss.minibatches > config.tasks:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_model
 
-from fastturn import checkpoint, models
+from fastturn import checkpoint
 from fastturn.config import Config, as_dict
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
@@ -32,11 +32,14 @@ from fastturn.policy import Policy
 from fastturn.progress import Progress
 from fastturn.render import Renderer
 from fastturn.sampler.local import LocalSampler
+from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.tree import Rollout
 from fastturn.types import Trunk
 
 # Keys that a resumed run may change: how long it runs and what it keeps, not what it is.
 RESUMABLE = {"iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"}
+
+TOKENIZER_EPISODES = 400  # demonstrations that a small model's tokenizer is made from
 
 
 class RunError(RuntimeError):
@@ -206,8 +209,14 @@ def _build(
     """A fresh run: data first (its errors are the cheapest), then tokenizer, model, sampler."""
     torch.manual_seed(config.seed)
     domain = load_domain(config)
-    model, tokenizer = models.open_model(config, domain)
-    policy = Policy(model.to(device), config.attention)
+    if config.model.path:
+        policy, tokenizer = Policy.load(config)
+    else:
+        tokenizer = build_tokenizer(
+            episode_texts(domain, TOKENIZER_EPISODES, config.turns), config.model.vocabulary
+        )
+        policy = Policy.build(config, tokenizer)
+    policy.to(device)
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
     sampler = LocalSampler(policy)
     rollout = Rollout(domain, renderer, sampler, config, meter)
