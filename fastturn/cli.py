@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from fastturn.config import Config, ConfigError, override
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+OPTIONS = ("--out", "--resume", "--dry-run", "--help")
 
 # Errors with a message for the user: (module, class, exit status). Looked up among the modules that
 # are loaded, because an error can only come from one that is.
@@ -31,7 +32,7 @@ KNOWN_ERRORS = (
 )
 
 # What a run leaves in its folder from its first seconds on.
-RUN_FILES = ("config.json", "records.jsonl", "summary.json", "checkpoints")
+RUN_FILES = ("config.json", "records.jsonl", "summary.json")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -143,10 +144,14 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     was_there = options.out is not None and options.out.exists()
     out = _run_folder(options.out, options.resume, config)
+    # A run may be killed before its first file is written; resuming it starts it.
+    resume = options.resume and _holds_run(out)
+    if resume != options.resume:
+        print(f"{out} holds no run yet; starting from the beginning", file=sys.stderr)
     from fastturn.trainer import train
 
     try:
-        train(config, recipe, out, options.resume)
+        train(config, recipe, out, resume)
     finally:
         if not was_there:
             # A run that failed before its first file leaves no empty folder behind.
@@ -188,8 +193,6 @@ def _run_folder(out: Path | None, resume: bool, config: Config) -> Path:
             f"--out {out}: the folder already holds a run; continue it with --resume, or choose "
             f"another --out"
         )
-    if resume and not _holds_run(out):
-        print(f"{out} holds no run yet; starting from the beginning", file=sys.stderr)
     _make_folder(out)
     return out
 

@@ -22,9 +22,6 @@ from fastturn.credit import ALGORITHMS
 GIB = 2**30
 HEAD_ROWS = 1024  # rows of logits that the fused head holds at a time
 
-# A tokenizer that is built in the run has a few hundred ids; the exact number is known only then.
-BUILT_VOCABULARY = 512
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -72,7 +69,7 @@ def shape_of(config: Config) -> Shape | None:
     if not path:
         width = config.model.width
         heads = (4, 2, width // 4, 3 * width)
-        return Shape(config.model.layers, width, *heads, BUILT_VOCABULARY, tied=True)
+        return Shape(config.model.layers, width, *heads, config.model.vocabulary, tied=True)
     if path == "smollm2-135m":
         return SMOLLM2_135M
     file = Path(path) / "config.json" if Path(path).is_dir() else _cached_config(path)
