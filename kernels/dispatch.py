@@ -1,0 +1,125 @@
+"""Which implementation of an op runs, and the checks that every implementation may rely on.
+
+Checks run before any computation and raise `ValueError` with the argument, the expectation and the
+value. They cost a few microseconds each; the two that read data (label range, finite numbers) cost
+one reduction over [A].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Op = TypeVar("Op", bound=Callable[..., object])
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PREFERRED = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
+
+
+def choose(impl: str, table: Mapping[str, Op], device: torch.device) -> Op:
+    """The function named `impl`; "auto" is the first preferred one that the op has on `device`.
+
+    Example: `choose("auto", {"torch": f, "reference": g}, torch.device("cpu"))` is `f`.
+    """
+    if impl == "auto":
+        names = PREFERRED.get(device.type, ("torch",))
+        return next(table[name] for name in names if name in table)
+    if impl not in table:
+        raise ValueError(f"impl={impl!r}: expected one of auto, {', '.join(table)}")
+    return table[impl]
+
+
+def check_float(name: str, value: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
+    """`value` is a plain floating tensor of `shape` (None: any size) on the device of `like`."""
+    if hasattr(value, "placements"):
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a sharded {type(value).__name__}; "
+            f"call the op where the parameter is gathered (inside the root module's forward)"
+        )
+    if value.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected a floating dtype, got {value.dtype}")
+    _check_place(name, value, shape, like)
+
+
+def check_index(name: str, value: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
+    """`value` is an int64 tensor of `shape` on the device of `like`."""
+    if value.dtype != torch.int64:
+        raise ValueError(f"{name}: expected int64, got {value.dtype}")
+    _check_place(name, value, shape, like)
+
+
+def _check_place(name: str, value: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
+    got = tuple(value.shape)
+    if len(got) != len(shape) or any(w not in (None, g) for g, w in zip(got, shape, strict=True)):
+        want = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{want}], got {list(got)}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+
+
+def check_range(name: str, value: Tensor, stop: int) -> None:
+    """Every entry lies in [0, stop)."""
+    if value.numel():
+        low, high = (int(bound) for bound in value.aminmax())
+        if low < 0 or high >= stop:
+            bad = low if low < 0 else high
+            raise ValueError(f"{name}: expected entries in [0, {stop}), got {bad}")
+
+
+def check_sorted(name: str, value: Tensor) -> None:
+    """Entries never decrease."""
+    if bool((value[1:] < value[:-1]).any()):
+        place = int((value[1:] < value[:-1]).nonzero()[0])
+        pair = f"{int(value[place])} before {int(value[place + 1])}"
+        raise ValueError(f"{name}: expected non-decreasing entries, got {pair} at {place}")
+
+
+def check_finite(name: str, value: Tensor) -> None:
+    """No NaN and no infinity."""
+    finite = value.isfinite()
+    if not bool(finite.all()):
+        place = int((~finite).nonzero()[0])
+        raise ValueError(f"{name}: expected finite numbers, got {float(value[place])} at {place}")
+
+
+def check_number(name: str, value: float, low: float, *, open_low: bool = False) -> None:
+    """`low <= value < inf`, or `low < value` with `open_low`."""
+    if not (low < value if open_low else low <= value) or value == float("inf"):
+        sign = ">" if open_low else ">="
+        raise ValueError(f"{name}: expected a finite number {sign} {low}, got {value}")
+
+
+def check_head(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    action_A: Tensor,
+    row_A: Tensor | None,
+    temperature: float,
+    bias_V: Tensor | None,
+    softcap: float | None,
+) -> None:
+    """The arguments that `turn_surrogate` and `linear_logprob` share."""
+    check_float("hidden_RD", hidden_RD, (None, None), hidden_RD)
+    check_float("head_VD", head_VD, (None, hidden_RD.shape[1]), hidden_RD)
+    if head_VD.dtype != hidden_RD.dtype:
+        raise ValueError(f"head_VD: expected {hidden_RD.dtype} like hidden_RD, got {head_VD.dtype}")
+    check_index("action_A", action_A, (None,), hidden_RD)
+    check_range("action_A", action_A, head_VD.shape[0])
+    if row_A is None:
+        if hidden_RD.shape[0] != action_A.shape[0]:
+            raise ValueError(
+                f"action_A: expected one action for each of the {hidden_RD.shape[0]} rows of "
+                f"hidden_RD, got {action_A.shape[0]}; pass row_A when they differ"
+            )
+    else:
+        check_index("row_A", row_A, (action_A.shape[0],), hidden_RD)
+        check_range("row_A", row_A, hidden_RD.shape[0])
+        check_sorted("row_A", row_A)
+    check_number("temperature", temperature, 0.0, open_low=True)
+    if bias_V is not None:
+        check_float("bias_V", bias_V, (head_VD.shape[0],), hidden_RD)
+    if softcap is not None:
+        check_number("softcap", softcap, 0.0, open_low=True)
