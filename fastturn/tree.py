@@ -241,7 +241,7 @@ class Rollout:
             following = self.renderer.advance(
                 episode.conversation, completion.action_A, answer.messages
             )
-            if len(following.context_T) + 1 > config.model.max_context:
+            if not self.renderer.fits(following):
                 ending = Ending.CONTEXT
             elif episode.tokens_sampled >= config.sampling.episode_tokens:
                 ending = Ending.TRUNCATED

@@ -1,0 +1,124 @@
+"""Checkpoints are whole or absent; a failed write leaves the older ones as they were."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from fastturn import checkpoint
+from fastturn.config import Optim, Warm
+from fastturn.optim import split_parameters, training_optimizer, warm_optimizer
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10))
+    model[3].weight = model[0].weight  # tied
+    return model
+
+
+def train(model, optimizers, steps: int) -> None:
+    for step in range(steps):
+        optimizers.zero_grad()
+        torch.manual_seed(step)
+        model(torch.randint(0, 10, (16,))).square().mean().backward()
+        optimizers.step()
+
+
+@pytest.mark.parametrize("phase", ["warm", "train"])
+def test_a_restored_run_continues_as_if_never_stopped(tmp_path, phase):
+    def fresh():
+        model = small_model()
+        if phase == "warm":
+            return model, warm_optimizer(model, Warm(steps=20, lr=1e-2, muon_lr=0.02))
+        return model, training_optimizer(model, Optim(lr=1e-2, warmup_steps=5))
+
+    model, optimizers = fresh()
+    train(model, optimizers, 6)
+    checkpoint.save(tmp_path / "000001", model, optimizers, {"cursor": 6})
+    train(model, optimizers, 4)
+
+    other, others = fresh()
+    checkpoint.load_weights(tmp_path / "000001", other, others)
+    assert checkpoint.load_state(tmp_path / "000001") == ({"cursor": 6}, [])
+    train(other, others, 4)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert optimizers.lr == others.lr
+
+
+def test_half_written_checkpoints_are_not_seen(tmp_path):
+    model, optimizers = small_model(), training_optimizer(small_model(), Optim())
+    checkpoint.save(tmp_path / "000001", model, optimizers, {})
+    (tmp_path / ".part-000002-77").mkdir()
+    (tmp_path / "000003").mkdir()  # a folder of that name without a state
+    assert checkpoint.latest(tmp_path) == tmp_path / "000001"
+    checkpoint.prune(tmp_path, keep=2)
+    assert not (tmp_path / ".part-000002-77").exists()
+
+
+def test_prune_keeps_the_newest(tmp_path):
+    model, optimizers = small_model(), training_optimizer(small_model(), Optim())
+    for i in (1, 2, 10):
+        checkpoint.save(tmp_path / f"{i:06d}", model, optimizers, {"i": i})
+    checkpoint.prune(tmp_path, keep=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000002", "000010"]
+
+
+def test_an_error_while_writing_keeps_the_old_folder(tmp_path):
+    target = tmp_path / "final"
+    checkpoint.atomic_folder(target, lambda part: (part / "a").write_text("old") and None)
+
+    def full(part) -> None:
+        (part / "a").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(checkpoint.CheckpointError, match=r"No space left.*intact"):
+        checkpoint.atomic_folder(target, full)
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+FULL_DISK = """
+import resource, signal, sys, torch
+from pathlib import Path
+from fastturn import checkpoint
+from fastturn.config import Optim
+from fastturn.optim import training_optimizer
+root = Path(sys.argv[1])
+model = torch.nn.Linear(400, 400)
+optimizers = training_optimizer(model, Optim())
+checkpoint.save(root / "000001", model, optimizers, {"n": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    checkpoint.save(root / "000002", model, optimizers, {"n": 2})
+except checkpoint.CheckpointError as error:
+    print("refused:", error)
+"""
+
+
+def test_a_write_that_the_system_refuses_is_named_and_harmless(tmp_path):
+    """A file-size limit stops safetensors and torch.save in the middle, as a full disk would."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("refused: could not write"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["000001"]
+    assert json.loads((tmp_path / "000001" / "state.json").read_text()) == {"n": 1}
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
+
+
+def test_matrices_of_blocks_only():
+    matrices, rest = split_parameters(small_model())
+    assert [tuple(p.shape) for p in matrices] == [(8, 8)]
+    assert len(rest) == len(list(small_model().parameters())) - 1
