@@ -7,6 +7,7 @@ tool call becomes one or two tokens. Needs `tokenizers` and `transformers`, both
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -92,7 +93,11 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Merges must not cross what is never encoded together: special tokens, which are taken out of
+    # a text first, and the join between a role line and the content after it.
+    between = re.compile("|".join(map(re.escape, special)) + r"|((?<=<\|im_start\|>)\w+\n)")
+    parts = (part for text in texts for part in between.split(text) if part)
+    tokenizer.train_from_iterator(parts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

@@ -184,7 +184,9 @@ class Demonstrator:
     wrong_box: float = 0.05
 
     def __call__(self, messages: Sequence[Message]) -> str:
-        results = [m["content"] for m in messages if m["role"] == "tool" and m["content"][:5] != "error"]
+        results = [
+            m["content"] for m in messages if m["role"] == "tool" and m["content"][:5] != "error"
+        ]
         value = results[-1] if results else str(self.task.data["start"])
         steps: Steps = self.task.data["steps"]
         done = len(results)
@@ -198,8 +200,12 @@ class Demonstrator:
     def _answer(self, value: str) -> str:
         if self.rng.random() < self.wrong_box:
             digit = int(self.rng.integers(len(value)))
-            wrong = (int(value[digit]) + int(self.rng.integers(1, 10))) % 10 if value[digit].isdigit() else 1
-            value = f"{value[:digit]}{wrong}{value[digit + 1:]}"
+            wrong = (
+                (int(value[digit]) + int(self.rng.integers(1, 10))) % 10
+                if value[digit].isdigit()
+                else 1
+            )
+            value = f"{value[:digit]}{wrong}{value[digit + 1 :]}"
         return f"\\boxed{{{value}}}"
 
 

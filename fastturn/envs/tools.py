@@ -97,7 +97,10 @@ def _run(call: ToolCall | BadCall, tools: Mapping[str, Tool], timeout_s: float) 
         return call.message, call.event
     tool = tools.get(call.name)
     if tool is None:
-        return f"error: there is no tool {call.name!r}; {_nearest(call.name, tools)}", "unknown_tool"
+        return (
+            f"error: there is no tool {call.name!r}; {_nearest(call.name, tools)}",
+            "unknown_tool",
+        )
     problem = check_arguments(tool, call.arguments)
     if problem:
         return f"error: {problem}", "bad_arguments"

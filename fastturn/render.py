@@ -1,0 +1,659 @@
+"""Messages to tokens and back: the only user of the tokenizer while episodes run.
+
+A conversation is a row of pieces: prompt, action, observation, action, observation, ... Sampled ids
+go into it exactly as sampled; nothing is ever decoded and encoded again to build a context. What
+the chat template puts around the contents is found once by rendering stand-in contents and cutting
+the text at them, so any template works whose output for a message does not depend on later ones.
+
+    running = previous context + action           what the sampler has seen
+    context = policy(pieces)                      keep, strip_think, truncate:N, summarise
+    Boundary(kept, context[kept:])                kept = common prefix of the two
+
+Contents are encoded piece by piece with control tokens as plain text: a tool that prints
+`<|im_end|>` cannot end a turn, and nothing merges across a join.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from fastturn.config import ConfigError
+from fastturn.envs.base import Action, BadCall, Message, ToolCall, load_function
+from fastturn.envs.calls import THINK, parse_action
+from fastturn.types import Boundary, Ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_log = logging.getLogger("fastturn")
+_CONTEXTS = ("keep", "strip_think", "truncate:N", "summarise", "summarise:file.py:function")
+_CACHED_CHARS = 64  # contents up to this length are encoded once (numbers, short results)
+_TOOL_HEADER = (
+    "You can use these tools. Each line describes one of them as a JSON schema:\n{schemas}\n"
+    'To use one, write <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call> with the '
+    "name of the tool and an object of its arguments, then stop. The result follows in the next "
+    "message."
+)
+
+
+class TemplateError(ValueError):
+    """A tokenizer or chat template that cannot carry tool dialogues: says what and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a conversation. An action's `token_T` are the sampled ids; an observation begins
+    with whatever closes the action before it and ends with the next generation prompt; `messages`
+    are those an observation or prompt was made of.
+
+    Example: `Piece("action", [9, 4, 2])`.
+    """
+
+    kind: Literal["prompt", "action", "observation", "summary"]
+    token_T: Ids
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """An episode as tokens, at the moment before a turn is sampled. Immutable; forks share it.
+
+    `pieces`: everything that happened, unshortened. `context_T`: the exact ids of this turn's
+    context. `boundary`: how they follow from the previous context and action.
+    """
+
+    pieces: tuple[Piece, ...]
+    context_T: Ids
+    boundary: Boundary
+
+
+ContextPolicy = Callable[[Sequence[Piece]], Sequence[Piece]]
+
+
+class Renderer:
+    """Turns messages into contexts and sampled ids into actions, for one tokenizer and template.
+
+    `tools`: schemas given to the chat template; if it ignores them, they are described in the
+    system message (said once in the log and kept in `notes`). `context`: keep, strip_think,
+    truncate:N, summarise or summarise:file.py:function; `summary`: a function from the transcript
+    of the older turns to its summary, instead of the named one. `max_context`: tokens that the
+    model can read.
+
+    Example, with the small tokenizer: `start([{"role": "user", "content": "2*3"}]).context_T` reads
+    `<|im_start|>user\\n2*3<|im_end|><|im_start|>assistant\\n`.
+    Raises `TemplateError` for an unusable template, `ConfigError` for an unknown context policy.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[dict[str, Any]] = (),
+        context: str = "keep",
+        max_context: int = 1 << 30,
+        summary: Callable[[str], str] | None = None,
+    ) -> None:
+        self.max_context = max_context
+        self.notes: list[str] = []
+        self._codec = _Codec(tokenizer)
+        self._template = _Template(tokenizer, tools, self._codec, self.notes)
+        self.stop_ids = self._template.stop_ids
+        self._stops = frozenset(self.stop_ids)
+        self._keep = context == "keep"
+        self._policy = self._context_policy(context, summary)
+        for note in self.notes:
+            _log.warning("%s", note)
+
+    def start(self, messages: Sequence[Message]) -> Conversation:
+        """The first context: `messages` and the generation prompt; `boundary.kept` is 0."""
+        token_T = self._template.prompt(messages)
+        piece = Piece("prompt", token_T, tuple(messages))
+        return Conversation((piece,), token_T, Boundary(0, token_T))
+
+    def parse(self, action_A: Ids) -> Action:
+        """The text of sampled ids without their stop token, and the tool calls in it. Never raises:
+        a call that cannot be read is a `BadCall`."""
+        ids = action_A.tolist()
+        if ids and ids[-1] in self._stops:
+            del ids[-1]
+        return parse_action(self._codec.decode(ids), self._template.opens_thinking)
+
+    def encode_action(self, text: str) -> Ids:
+        """The ids of a scripted action, its stop token included. Example: "7" gives 2 ids."""
+        return np.append(self._codec.encode_markup(text), self.stop_ids[0]).astype(np.int32)
+
+    def fits(self, conversation: Conversation) -> bool:
+        """Whether at least one token can be sampled after this context."""
+        return len(conversation.context_T) + 1 <= self.max_context
+
+    def advance(
+        self, conversation: Conversation, action_A: Ids, messages: Sequence[Message]
+    ) -> Conversation:
+        """The conversation after `action_A` was sampled and `messages` answered it.
+
+        An action without the template's own closing token (cut by its budget, or ended by another
+        stop token, which is popped) is closed the way the template does.
+        `boundary.apply(conversation.context_T + action_A)` is the new `context_T`, always.
+        """
+        spoken_A, tail_T = self._close(action_A, self._template.observation(messages))
+        action = Piece("action", spoken_A)
+        observation = Piece("observation", tail_T, tuple(messages))
+        pieces = (*conversation.pieces, action, observation)
+        if self._keep:
+            kept = len(conversation.context_T) + len(spoken_A)
+            context_T = np.concatenate([conversation.context_T, spoken_A, tail_T])
+            return Conversation(pieces, context_T, Boundary(kept, tail_T))
+        shown = self._policy(pieces)
+        context_T = np.concatenate([piece.token_T for piece in shown])
+        running_T = np.concatenate([conversation.context_T, action_A])
+        kept = common_prefix(running_T, context_T)
+        return Conversation(pieces, context_T, Boundary(kept, context_T[kept:]))
+
+    def _close(self, action_A: Ids, tail_T: Ids) -> tuple[Ids, Ids]:
+        """The action as it stays in the conversation, and what follows it."""
+        last = int(action_A[-1]) if len(action_A) else -1
+        if last == self.stop_ids[0]:
+            return action_A, tail_T[1:]
+        return (action_A[:-1] if last in self._stops else action_A), tail_T
+
+    def template_difference(self, messages: Sequence[Message]) -> str | None:
+        """Where this dialogue, built turn by turn, differs from the chat template applied to the
+        whole of it at once (up to the last message that is not the assistant's); None if nowhere.
+
+        Differences are legitimate (templates strip old thinking, tokens merge across joins): the
+        model is trained at exactly the contexts it sampled from. They matter when a model trained
+        here is served through the template.
+        """
+        turns = list(messages)
+        while turns and turns[-1]["role"] == "assistant":
+            turns.pop()
+        built_T = self._build(turns)
+        whole = self._template.render(self._template.prepare(turns), generation=True)
+        built = self._codec.decode(built_T.tolist())
+        if built != whole:
+            at = _first_difference(built, whole)
+            return (
+                f"text differs at character {at}: turn by turn {built[max(0, at - 20) : at + 40]!r}, "
+                f"whole dialogue {whole[max(0, at - 20) : at + 40]!r}"
+            )
+        whole_T = self._codec.encode_markup(whole)
+        if np.array_equal(built_T, whole_T):
+            return None
+        at = common_prefix(built_T, whole_T)
+        return (
+            f"same text, other tokens from token {at} on: turn by turn "
+            f"{self._codec.pieces(built_T[at : at + 4])}, whole dialogue "
+            f"{self._codec.pieces(whole_T[at : at + 4])}"
+        )
+
+    def _build(self, messages: Sequence[Message]) -> Ids:
+        """The context of `messages` made by start and advance; they end with an observation."""
+        said = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        first = said[0] if said else len(messages)
+        conversation = self.start(messages[:first])
+        for here, after in zip(said, [*said[1:], len(messages)], strict=True):
+            action_A = self.encode_action(messages[here]["content"])
+            conversation = self.advance(conversation, action_A, messages[here + 1 : after])
+        return conversation.context_T
+
+    def _context_policy(self, context: str, summary: Callable[[str], str] | None) -> ContextPolicy:
+        name, _, value = context.partition(":")
+        if context == "keep":
+            return lambda pieces: pieces
+        if context == "strip_think":
+            return self._strip_think
+        if name == "truncate" and value.isdigit() and 0 < int(value) < self.max_context:
+            return lambda pieces: truncate(pieces, int(value))
+        if name == "truncate":
+            raise ConfigError(
+                f"context={context!r}: expected truncate:N with N tokens from 1 to below "
+                f"max_context={self.max_context}, for example truncate:{self.max_context // 2}"
+            )
+        if name == "summarise":
+            function = load_function(value, "context") if value else summary or list_calls
+            self._template.check_summaries()
+            return lambda pieces: self._summarise(pieces, function)
+        raise ConfigError(f"context={context!r}: expected one of {', '.join(_CONTEXTS)}")
+
+    def _strip_think(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Every action without its thinking, and without the `<think>` that a prompt opened."""
+        shown = list(pieces)
+        for i, piece in enumerate(pieces):
+            if piece.kind == "action":
+                shown[i] = Piece("action", self._without_thinking(piece.token_T))
+                if self._template.opens_thinking:
+                    before = shown[i - 1]
+                    length = len(before.token_T) - self._template.think_tail
+                    shown[i - 1] = Piece(before.kind, before.token_T[:length], before.messages)
+        return shown
+
+    def _without_thinking(self, action_A: Ids) -> Ids:
+        ended = len(action_A) and int(action_A[-1]) in self._stops
+        body_A, stop_A = (action_A[:-1], action_A[-1:]) if ended else (action_A, action_A[:0])
+        pattern = _OPENED_THINKING if self._template.opens_thinking else _THINKING
+        spans = [m.span() for m in pattern.finditer(self._codec.raw(body_A.tolist()))]
+        if not spans:
+            return action_A
+        return np.concatenate([self._codec.remove(body_A, spans), stop_A])
+
+    def _summarise(
+        self, pieces: Sequence[Piece], function: Callable[[str], str]
+    ) -> Sequence[Piece]:
+        """Turns before the last one become one user message after the prompt."""
+        prompt, *turns = pieces
+        if len(turns) <= 2:
+            return pieces
+        text = function(self.transcript(turns[:-2]))
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"context=summarise: the summary function returned {type(text).__name__}, "
+                "expected the summary as a string"
+            )
+        head_T, tail_T = self._template.summary_frame
+        summary_T = np.concatenate([head_T, self._codec.encode_plain(text), tail_T])
+        cut = len(prompt.token_T) - self._template.generation_tokens
+        opening = Piece("prompt", prompt.token_T[:cut], prompt.messages)
+        return [opening, Piece("summary", summary_T), *turns[-2:]]
+
+    def transcript(self, pieces: Sequence[Piece]) -> str:
+        """Actions and observations as text, a "role: content" paragraph for each message.
+
+        Example: "assistant: <tool_call>...</tool_call>\\ntool: 444\\n".
+        """
+        lines = []
+        for piece in pieces:
+            if piece.kind == "action":
+                lines.append(f"assistant: {self.parse(piece.token_T).text}\n")
+            lines.extend(f"{m['role']}: {m['content']}\n" for m in piece.messages)
+        return "".join(lines)
+
+
+_THINKING = re.compile(rb"<think>.*?(?:</think>\n*|\Z)", re.DOTALL)
+_OPENED_THINKING = re.compile(rb"(?:\A|<think>).*?(?:</think>\n*|\Z)", re.DOTALL)
+_PARAGRAPH = re.compile(r"^(assistant|tool|user|system): ", re.MULTILINE)
+
+
+def common_prefix(left_T: Ids, right_T: Ids) -> int:
+    """Length of the common prefix. Example: `[1, 2, 3]` and `[1, 2, 4, 5]` give 2."""
+    length = min(len(left_T), len(right_T))
+    different = np.flatnonzero(left_T[:length] != right_T[:length])
+    return int(different[0]) if len(different) else length
+
+
+def truncate(pieces: Sequence[Piece], tokens: int) -> list[Piece]:
+    """`pieces` without the oldest action-observation pairs, until at most `tokens` are left; the
+    prompt and the newest pair always stay.
+
+    Example: a prompt of 5 and pairs of 4, 3 and 2 tokens at `tokens=10` become 5, 3, 2.
+    """
+    prompt, *turns = pieces
+    total = sum(len(piece.token_T) for piece in pieces)
+    while total > tokens and len(turns) > 2:
+        total -= len(turns[0].token_T) + len(turns[1].token_T)
+        turns = turns[2:]
+    return [prompt, *turns]
+
+
+def list_calls(transcript: str) -> str:
+    """The default summary: every call with its result, a line each.
+
+    Example: "Earlier steps:\\ncalculator(37*12) -> 444".
+    """
+    lines = ["Earlier steps:"]
+    pending: list[str] = []
+    _, *parts = _PARAGRAPH.split(transcript)
+    for role, content in zip(parts[::2], parts[1::2], strict=True):
+        content = content.strip()
+        if role == "assistant":
+            lines += pending
+            pending = [_call_line(call) for call in parse_action(content).calls]
+        elif role == "tool" and pending:
+            lines.append(f"{pending.pop(0)} -> {content}")
+        else:
+            lines.append(f"{role}: {content}")
+    return "\n".join([*lines, *pending])
+
+
+def _call_line(call: ToolCall | BadCall) -> str:
+    if isinstance(call, BadCall):
+        return "a call that could not be read"
+    values = ", ".join(v if isinstance(v, str) else json.dumps(v) for v in call.arguments.values())
+    return f"{call.name}({values})"
+
+
+def _first_difference(left: str, right: str) -> int:
+    same = (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    return next(same, min(len(left), len(right)))
+
+
+class _Template:
+    """What the chat template writes around contents, as token ids, found with stand-in contents."""
+
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[dict[str, Any]], codec: _Codec, notes: list[str]
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise TemplateError(
+                "the tokenizer has no chat template; use an instruct model, or set "
+                "tokenizer.chat_template"
+            )
+        self._tokenizer, self._codec = tokenizer, codec
+        self._tools: list[dict[str, Any]] | None = list(tools) or None
+        self._described = False  # tools go into the system message, the template ignores them
+        self._tool_role = True
+        self._cache: dict[Any, list[Ids]] = {}
+        user = [{"role": "user", "content": _stand_in(0)}]
+        self._find_support(user, notes)
+        self._find_generation(user)
+        self._find_stops()
+
+    def _find_support(self, user: list[Message], notes: list[str]) -> None:
+        """How tools and their results are shown; what is missing is done by hand and noted."""
+        if self._tools:
+            with_tools = self.render(user, True)
+            self._tools, tools = None, self._tools
+            if self.render(user, True) == with_tools:
+                self._described = True
+                schemas = "\n".join(json.dumps(tool) for tool in tools)
+                self._header = _TOOL_HEADER.format(schemas=schemas)
+                notes.append(
+                    "the chat template ignores tools: they are described in the system message"
+                )
+            else:
+                self._tools = tools
+        dialogue = [*user, _message("assistant", 1), _message("tool", 2)]
+        try:
+            self._cut(dialogue)
+        except TemplateError:
+            self._tool_role = False
+            notes.append(
+                "the chat template has no tool messages: results are sent as user messages inside "
+                "<tool_response> tags"
+            )
+
+    def _find_generation(self, user: list[Message]) -> None:
+        closed, opened = self.render(user, False), self.render(user, True)
+        if not opened.startswith(closed) or opened == closed:
+            raise TemplateError(
+                "add_generation_prompt=True does not append to what the chat template writes "
+                f"without it ({closed[-40:]!r} against {opened[-40:]!r}); fix the template so that "
+                "the generation prompt is a suffix"
+            )
+        generation = opened[len(closed) :]
+        self.generation_tokens = len(self._codec.encode_markup(generation))
+        self.opens_thinking = generation.rstrip().endswith(THINK)
+        tail = generation[generation.rfind(THINK) :] if self.opens_thinking else ""
+        self.think_tail = len(self._codec.encode_markup(tail))
+        self._after_user = closed[closed.index(_stand_in(0)) + len(_stand_in(0)) :]
+
+    def _find_stops(self) -> None:
+        """The token that closes an assistant message, and the others that end a generation."""
+        first_T = self.observation([{"role": "user", "content": ""}])[:1]
+        if not len(first_T) or int(first_T[0]) not in self._codec.control_ids:
+            raise TemplateError(
+                "the chat template does not close an assistant message with a special token "
+                f"(it writes {self._codec.pieces(first_T)}), so the end of an action cannot be "
+                "sampled; use a template such as ChatML that does"
+            )
+        eos = self._tokenizer.eos_token_id
+        others = [eos, self._codec.control_ids_by_text.get("<|endoftext|>")]
+        ids = [int(first_T[0]), *(int(i) for i in others if i is not None)]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
+
+    def render(self, messages: Sequence[Message], generation: bool) -> str:
+        """The template's text; what it raises becomes a `TemplateError`."""
+        from jinja2 import TemplateError as JinjaError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        except (JinjaError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(
+                f"the chat template refuses the messages [{roles}]: {error}; change the order of "
+                "the messages or the template"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def prepare(self, messages: Sequence[Message]) -> list[Message]:
+        """`messages` as given to the template: tools described and results wrapped if need be."""
+        prepared = list(messages)
+        if self._described and prepared and prepared[0]["role"] == "system":
+            content = f"{prepared[0]['content']}\n\n{self._header}"
+            prepared[0] = {**prepared[0], "content": content}
+        elif self._described:
+            prepared.insert(0, {"role": "system", "content": self._header})
+        if self._tool_role:
+            return prepared
+        return [
+            {"role": "user", "content": f"<tool_response>\n{m['content']}\n</tool_response>"}
+            if m["role"] == "tool"
+            else m
+            for m in prepared
+        ]
+
+    def prompt(self, messages: Sequence[Message]) -> Ids:
+        """Ids of a whole prompt, generation prompt included."""
+        key = ("prompt", *map(_shape, messages))
+        if key not in self._cache:
+            texts = self._cut(_stand_ins(messages, 0))
+            self._cache[key] = [self._codec.encode_markup(text) for text in texts]
+        return self._fill(self._cache[key], messages)
+
+    def observation(self, messages: Sequence[Message]) -> Ids:
+        """Ids of what follows an action without its stop token, generation prompt included."""
+        key = tuple(map(_shape, messages))
+        if key not in self._cache:
+            head = [_message("user", 0), _message("assistant", 1)]
+            texts = self._cut([*head, *_stand_ins(messages, 2)])[2:]
+            self._cache[key] = [self._codec.encode_markup(text) for text in texts]
+        return self._fill(self._cache[key], messages)
+
+    def _fill(self, glue: list[Ids], messages: Sequence[Message]) -> Ids:
+        """Contents between glue. Only the assistant's own words may hold markup tokens."""
+        parts = [glue[0]]
+        filled = (m for m in messages if m["content"] is not None)
+        for message, after in zip(filled, glue[1:], strict=True):
+            content = message["content"]
+            own = message["role"] == "assistant"
+            parts.append(
+                self._codec.encode_markup(content) if own else self._codec.encode_plain(content)
+            )
+            parts.append(after)
+        return np.concatenate(parts)
+
+    def _cut(self, messages: Sequence[Message]) -> list[str]:
+        """The template's text around the stand-ins of `messages`: one more than there are."""
+        rest = self.render(self.prepare(messages), True)
+        texts = []
+        for message in messages:
+            content = message["content"]
+            if content is None:
+                continue
+            if rest.count(content) != 1:
+                raise TemplateError(
+                    f"the chat template prints the content of a {message['role']!r} message "
+                    f"{rest.count(content)} times, or out of order; it must print each content "
+                    "once, in the order of the messages"
+                )
+            before, _, rest = rest.partition(content)
+            texts.append(before)
+        return [*texts, rest]
+
+    def check_summaries(self) -> None:
+        """Find what stands around a user message that follows another one directly."""
+        head = [_message("user", 0), _message("assistant", 1), _message("user", 2)]
+        before, after = self._cut(head)[2:]
+        if not before.startswith(self._after_user):
+            raise TemplateError(
+                "context=summarise needs a template that closes user and assistant messages alike "
+                f"(it writes {self._after_user!r} after a user message, {before!r} between an "
+                "assistant and a user message); use context=truncate:N"
+            )
+        opening = before[len(self._after_user) :]
+        self.summary_frame = (
+            self._codec.encode_markup(opening),
+            self._codec.encode_markup(after),
+        )
+
+
+def _stand_in(index: int) -> str:
+    return f"zqCONTENT{index}qz"
+
+
+def _message(role: str, index: int) -> Message:
+    return {"role": role, "content": _stand_in(index)}
+
+
+def _stand_ins(messages: Sequence[Message], first: int) -> list[Message]:
+    return [
+        {**m, "content": None if m["content"] is None else _stand_in(first + i)}
+        for i, m in enumerate(messages)
+    ]
+
+
+def _shape(message: Message) -> str:
+    """All of a message but its content, which the template must not look at."""
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+        raise TypeError(
+            f"the content of a {message.get('role')!r} message is {type(content).__name__}, "
+            "expected a string"
+        )
+    if len(message) == 2:
+        return str(message["role"])
+    rest = {key: value for key, value in message.items() if key != "content"}
+    return json.dumps([rest, content is None], sort_keys=True)
+
+
+class _Codec:
+    """Text to ids and back through the tokenizer's backend.
+
+    `encode_markup` knows every added token (template text, the assistant's own words);
+    `encode_plain` knows none, so contents cannot forge one.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import Tokenizer
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TemplateError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer; load it with "
+                "AutoTokenizer.from_pretrained(path, use_fast=True)"
+            )
+        self._backend: Tokenizer = backend
+        spec = json.loads(backend.to_str())
+        self.control_ids_by_text = {t["content"]: int(t["id"]) for t in spec["added_tokens"]}
+        self.control_ids = frozenset(self.control_ids_by_text.values())
+        byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
+        self._bytes = _TokenBytes(backend, self.control_ids, byte_level)
+        spec.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
+        self._plain: Tokenizer = Tokenizer.from_str(json.dumps(spec))
+        self._short = lru_cache(maxsize=16384)(self._encode_plain)
+        self._check_plain()
+
+    def _check_plain(self) -> None:
+        for text in self.control_ids_by_text:
+            if not self.control_ids.isdisjoint(self.encode_plain(text).tolist()):
+                raise TemplateError(
+                    f"the tokenizer turns the text {text!r} into a control token even as content, "
+                    "so a tool could forge it; use a tokenizer with byte-level BPE"
+                )
+
+    def encode_markup(self, text: str) -> Ids:
+        """Ids with added tokens recognised."""
+        return _frozen(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_plain(self, text: str) -> Ids:
+        """Ids with every added token as plain text."""
+        return self._short(text) if len(text) <= _CACHED_CHARS else self._encode_plain(text)
+
+    def _encode_plain(self, text: str) -> Ids:
+        return _frozen(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def raw(self, ids: Sequence[int]) -> bytes:
+        """The bytes that `ids` stand for."""
+        return b"".join([self._bytes[i] for i in ids])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens included; bytes that are no character become U+FFFD."""
+        return self.raw(ids).decode(errors="replace")
+
+    def pieces(self, token_T: Ids) -> list[str]:
+        """The text of each id, for messages."""
+        return [self.decode([i]) for i in token_T.tolist()]
+
+    def remove(self, token_T: Ids, spans: Sequence[tuple[int, int]]) -> Ids:
+        """`token_T` without the byte ranges `spans`. Ids outside stay as they are; of a token that
+        an edge cuts through, the rest is encoded anew."""
+        kept: list[int] = []
+        offset = 0
+        for token in token_T.tolist():
+            raw = self._bytes[token]
+            left = _outside(raw, offset, spans)
+            offset += len(raw)
+            if left == raw:
+                kept.append(token)
+            elif left:
+                kept.extend(self.encode_plain(left.decode(errors="replace")).tolist())
+        return np.array(kept, np.int32)
+
+
+def _outside(raw: bytes, offset: int, spans: Sequence[tuple[int, int]]) -> bytes:
+    """The bytes of `raw`, which begins at `offset`, that lie in none of `spans`."""
+    for start, end in reversed(spans):
+        low, high = max(start - offset, 0), min(end - offset, len(raw))
+        if low < high:
+            raw = raw[:low] + raw[high:]
+    return raw
+
+
+def _frozen(ids: list[int]) -> Ids:
+    array = np.array(ids, np.int32)
+    array.setflags(write=False)
+    return array
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Id -> bytes, filled as asked. Ids that the tokenizer lacks (padded vocabularies) read as
+    U+FFFD."""
+
+    def __init__(self, backend: Tokenizer, control_ids: frozenset[int], byte_level: bool) -> None:
+        self._backend, self._control_ids = backend, control_ids
+        self._alphabet = _byte_alphabet() if byte_level else None
+
+    def __missing__(self, token: int) -> bytes:
+        text = self._backend.id_to_token(token)
+        if text is None:
+            raw = b"\xef\xbf\xbd"
+        elif token in self._control_ids:
+            raw = text.encode()
+        elif self._alphabet is not None:
+            raw = bytes(self._alphabet[character] for character in text)
+        elif re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            raw = bytes([int(text[3:5], 16)])
+        else:
+            raw = text.replace("\u2581", " ").encode()
+        self[token] = raw
+        return raw
+
+
+def _byte_alphabet() -> Mapping[str, int]:
+    """The printable stand-in of every byte in byte-level vocabularies: printable Latin-1 characters
+    stand for themselves, the others are numbered from U+0100 in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
