@@ -1,0 +1,58 @@
+"""One draw from a row of logits, with its exact log-probability, from a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_WORD = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: Sequence[int], length: int) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), float64 [rows, length]; row i depends on `seeds[i]` alone.
+
+    SplitMix64 (Steele, Lea and Flood, 2014) started at the mixed seed: number t of a row is a
+    function of (seed, t), so longer budgets do not change earlier numbers.
+    Example: `uniforms([7], 2)[0]` are the first two numbers of `uniforms([9, 7], 5)[1]`.
+    """
+    seed_R = np.array([seed & _WORD for seed in seeds], np.uint64)
+    step_S = np.arange(1, length + 1, dtype=np.uint64) * _GOLDEN
+    word_RS = _mix(_mix(seed_R + _GOLDEN)[:, None] + step_S)
+    # 52 bits: the largest number, 1 - 2^-52, times any total still rounds below that total.
+    return (word_RS >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+def draw(
+    logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [R] and float64 log-probabilities [R] under `softmax(logits / temperature)`.
+
+    Inverse CDF: the first id whose cumulative mass exceeds `uniform * total`, summed in float64 in
+    id order, so an id without mass is never drawn. Temperature 0 takes the first largest logit and
+    reports its log-probability at temperature 1.
+    Example: probabilities (.2, .5, .3) and uniform .6 give id 1 and log .5.
+    """
+    if temperature not in (0.0, 1.0):
+        logits_RV = logits_RV / temperature
+    shifted_RV = logits_RV - logits_RV.amax(-1, keepdim=True)
+    if temperature == 0.0:
+        token_R1 = shifted_RV.argmax(-1, keepdim=True)
+        total_R1 = shifted_RV.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    else:
+        mass_RV = shifted_RV.exp().cumsum(-1, dtype=torch.float64)
+        total_R1 = mass_RV[:, -1:]
+        token_R1 = torch.searchsorted(mass_RV, uniform_R.unsqueeze(-1) * total_R1, right=True)
+        # Only NaN masses reach past the end; the clamp keeps the gather legal until they are seen.
+        token_R1 = token_R1.clamp_(max=mass_RV.shape[-1] - 1)
+    logprob_R1 = shifted_RV.gather(-1, token_R1).double() - total_R1.log()
+    return token_R1.squeeze(-1), logprob_R1.squeeze(-1)

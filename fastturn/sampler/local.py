@@ -1,0 +1,483 @@
+"""The in-process sampler: the policy's own tensors, shared contexts, one small step a token.
+
+    requests -> distinct contexts -> prefill (trie, or suffix of what the store knows)
+                                        |  keys and values into the store
+             -> rows, one a seed    -> draw -> decode step -> draw -> ... -> completions
+
+Nothing is copied out of the policy, so a publish is free; whatever was computed with older weights
+is dropped there. Sampling with weights that changed since the last publish is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from fastturn.pack import shared_prefix
+from fastturn.policy import Policy
+from fastturn.sampler.attention import (
+    Block,
+    DecodeAttention,
+    RecordingTree,
+    SuffixAttention,
+    padded,
+)
+from fastturn.sampler.base import Request, SamplerStats, SamplingParams
+from fastturn.sampler.draw import draw, uniforms
+from fastturn.sampler.store import PrefixStore, Slots, order_key
+from fastturn.types import Completion, Ids, Stop
+
+# Padded place-key pairs that a block may waste before it is cut in two: about what one more block
+# costs in calls.
+_WASTED_PAIRS = 4096
+
+
+class LocalSampler:
+    """Samples from a policy in this process, on whatever device its weights are.
+
+    `prefill_tokens`: most tokens of one prefill pass. `resident_tokens`: most tokens (contexts and
+    budgets) decoded at once; more requests are served in waves. `store_gib`: memory of keys and
+    values kept for the next call at the same version; 0 keeps nothing between calls.
+
+    Example: `LocalSampler(policy).sample([Request(ids, 16, (1, 2))], SamplingParams(1.0, (2,)))`
+    gives one list of two completions.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | PreTrainedModel,
+        version: int = 0,
+        *,
+        max_context: int | None = None,
+        prefill_tokens: int = 8192,
+        resident_tokens: int = 65536,
+        store_gib: float = 0.5,
+    ) -> None:
+        self.policy = policy if isinstance(policy, Policy) else Policy(policy)
+        limit = self.policy.max_context
+        self.max_context = limit if max_context is None else min(max_context, limit)
+        self.prefill_tokens, self.resident_tokens = prefill_tokens, resident_tokens
+        self.store, self.store_bytes = PrefixStore(), int(store_gib * 2**30)
+        self.stats = SamplerStats()
+        self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """The policy's weights now are those of `version`; keys and values of others are gone."""
+        self.version = version
+        self.store.clear()
+        self._published = self._weights_state()
+
+    def sample(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        """Completions of every request, in order; see `sampler.base`.
+
+        A budget that does not fit behind its context is cut to what does (the completion then ends
+        with `Stop.LENGTH`). Raises `ValueError` for an empty or over-long context, an id outside
+        the vocabulary, a budget below one or a negative temperature, `RuntimeError` when the
+        weights changed since the last publish, `FloatingPointError` when the model's logits are
+        not numbers.
+        """
+        self._check(requests, params)
+        if self.store.used_bytes > self.store_bytes or not self.store_bytes:
+            self.store.clear()
+        self.stats = SamplerStats()
+        answers: list[list[Completion]] = [[] for _ in requests]
+        with self._evaluating(), torch.no_grad():
+            for wave in _waves(requests, self.resident_tokens):
+                self._serve(wave, requests, params, answers)
+        return answers
+
+    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
+        if not params.temperature >= 0:
+            raise ValueError(f"temperature={params.temperature}: expected 0 (greedy) or more")
+        vocabulary = len(self.policy.head().weight_VD)
+        for index, request in enumerate(requests):
+            length = len(request.context_T)
+            if not 1 <= length < self.max_context:
+                raise ValueError(
+                    f"request {index}: a context of {length} tokens; the model reads at most "
+                    f"{self.max_context}, one of which must be sampled, so a context has 1 to "
+                    f"{self.max_context - 1}; shorten the context or raise model.max_context"
+                )
+            if request.max_tokens < 1:
+                raise ValueError(
+                    f"request {index}: max_tokens={request.max_tokens}; expected at least 1"
+                )
+            low, high = int(request.context_T.min()), int(request.context_T.max())
+            if low < 0 or high >= vocabulary:
+                raise ValueError(
+                    f"request {index}: token id {low if low < 0 else high}; the model's vocabulary "
+                    f"has ids 0 to {vocabulary - 1}; use the tokenizer that came with the model"
+                )
+        if self._weights_state() != self._published:
+            raise RuntimeError(
+                f"the policy's weights changed since publish({self.version}); samples would carry "
+                f"the wrong version; call publish(version) after every update"
+            )
+
+    def _weights_state(self) -> int:
+        """Grows with every in-place write to a parameter."""
+        return sum(parameter._version for parameter in self.policy.parameters())
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode, so that gradient checkpointing stays out of the way."""
+        training = self.policy.training
+        self.policy.eval()
+        try:
+            yield
+        finally:
+            self.policy.train(training)
+
+    def _serve(
+        self,
+        wave: Sequence[int],
+        requests: Sequence[Request],
+        params: SamplingParams,
+        answers: list[list[Completion]],
+    ) -> None:
+        """Prefill and decode the requests of one wave, and write their answers."""
+        group_of: dict[bytes, int] = {}
+        contexts: list[Ids] = []
+        owners: list[int] = []  # the request of every row
+        groups: list[int] = []  # the context of every row
+        for index in wave:
+            context_T = requests[index].context_T
+            group = group_of.setdefault(context_T.tobytes(), len(contexts))
+            if group == len(contexts):
+                contexts.append(context_T)
+            owners += [index] * len(requests[index].seeds)
+            groups += [group] * len(requests[index].seeds)
+        budget_R = np.array(
+            [
+                min(requests[i].max_tokens, self.max_context - len(requests[i].context_T))
+                for i in owners
+            ]
+        )
+        seeds = [seed for index in wave for seed in requests[index].seeds]
+        rows = Rows(np.array(groups), budget_R, seeds, params)
+        hidden_GD, slots_G = self._prefill(contexts)
+        self._decode(rows, hidden_GD, contexts, slots_G)
+        for owner, completion in zip(owners, rows.completions(self.version), strict=True):
+            answers[owner].append(completion)
+        self.stats = replace(
+            self.stats,
+            context_tokens_flat=self.stats.context_tokens_flat
+            + sum(len(contexts[group]) for group in groups),
+            decode_tokens=self.stats.decode_tokens + int(rows.count_R.sum()),
+        )
+
+    # Prefill
+
+    def _prefill(self, contexts: Sequence[Ids]) -> tuple[torch.Tensor, list[Slots]]:
+        """Hidden state [G, D] of the last token of every context, and the slots of all tokens."""
+        order = sorted(range(len(contexts)), key=lambda g: order_key(contexts[g]))
+        ordered = [contexts[g] for g in order]
+        # At least the last token is read again: its hidden state is not stored.
+        known = [self.store.longest(context_T[:-1]) for context_T in ordered]
+        fresh = [not known_ for known_ in _worth_resuming(ordered, known)]
+        hidden: list[Any] = [None] * len(contexts)
+        slots: list[Any] = [None] * len(contexts)
+        for part in _cut(ordered, known, fresh, self.prefill_tokens):
+            read = self._read_trie if fresh[part[0]] else self._read_suffixes
+            last_PD, slots_P = read([ordered[i] for i in part], [known[i] for i in part])
+            for place, i in enumerate(part):
+                hidden[order[i]], slots[order[i]] = last_PD[place], slots_P[place]
+        return torch.stack(hidden), slots
+
+    def _read_trie(
+        self, contexts: Sequence[Ids], known: Sequence[Slots]
+    ) -> tuple[torch.Tensor, list[Slots]]:
+        """Sorted contexts as one tree; nothing of the store is used."""
+        token_T, position_T, end_T, index = trie(contexts)
+        attend = RecordingTree(
+            self._tensor(end_T), self._tensor(position_T), self.store, self.policy.impl
+        )
+        hidden_TD = self._hidden(token_T, position_T, attend)
+        last_G = self._tensor(np.array([index_T[-1] for index_T in index]))
+        return hidden_TD[last_G], [attend.start + index_T for index_T in index]
+
+    def _read_suffixes(
+        self, contexts: Sequence[Ids], known: Sequence[Slots]
+    ) -> tuple[torch.Tensor, list[Slots]]:
+        """What the store does not know of contexts that it knows the beginning of."""
+        known_G = np.array([len(slots) for slots in known])
+        new_G = np.array([len(context_T) for context_T in contexts]) - known_G
+        start = self.store.reserve(int(new_G.sum()))
+        ends_G = np.cumsum(new_G)
+        slots = [
+            np.concatenate([slots_T, np.arange(start + end - new, start + end)])
+            for slots_T, end, new in zip(known, ends_G, new_G, strict=True)
+        ]
+        attend = SuffixAttention(slots, known_G, start, self.store, self.policy.device)
+        token_N = np.concatenate([c[k:] for c, k in zip(contexts, known_G, strict=True)])
+        position_N = np.concatenate(
+            [np.arange(k, len(c)) for c, k in zip(contexts, known_G, strict=True)]
+        )
+        hidden_ND = self._hidden(token_N, position_N, attend)
+        return hidden_ND[self._tensor(ends_G - 1)], slots
+
+    def _hidden(self, token_T: Ids, position_T: NDArray[np.int64], attend: Any) -> torch.Tensor:
+        self.stats = replace(self.stats, prefill_tokens=self.stats.prefill_tokens + len(token_T))
+        tokens = self._tensor(token_T.astype(np.int64))
+        return self.policy.hidden(tokens, self._tensor(position_T), attend)
+
+    def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.policy.device)
+
+    # Decode
+
+    def _decode(
+        self,
+        rows: Rows,
+        hidden_GD: torch.Tensor,
+        contexts: Sequence[Ids],
+        slots_G: Sequence[Slots],
+    ) -> None:
+        """Draw all rows to their ends and store what they read."""
+        head = self.policy.head()
+        length_R = np.array([len(context_T) for context_T in contexts])[rows.group_R]
+        row_R = np.arange(len(rows.group_R))
+        uniform_RS = self._tensor(rows.uniform_RS)
+        logits_RV = head.logits(hidden_GD)[self._tensor(rows.group_R)]
+        token_R = rows.draw(row_R, logits_RV, uniform_RS[:, 0])
+        attend = DecodeAttention(_blocks(rows, slots_G, self.policy.device), self.store)
+        position_R = self._tensor(length_R)
+        ended = True  # some row ended at the last draw
+        step = 0
+        while rows.live_R.any():
+            if ended:
+                now_R = attend.row_R
+                place = np.empty(len(rows.group_R), np.int64)
+                place[row_R] = np.arange(len(row_R))
+                token_R = token_R[self._tensor(place[now_R])]
+                row_R = now_R
+                index = self._tensor(row_R)
+                position_now_R, uniform_now_RS = position_R[index], uniform_RS[index]
+            hidden_RD = self.policy.hidden(token_R, position_now_R + step, attend)
+            step += 1
+            before = len(row_R)
+            token_R = rows.draw(row_R, head.logits(hidden_RD), uniform_now_RS[:, step])
+            attend.advance()
+            ended = int(rows.live_R[row_R].sum()) < before
+            if ended:
+                attend.keep(rows.live_R)
+                for block in attend.sparse():
+                    self._keep_finished(attend, block, rows, contexts, slots_G)
+                    attend.repack(block)
+        for block in attend.blocks:
+            self._keep_finished(attend, block, rows, contexts, slots_G)
+        self.stats = replace(self.stats, decode_steps=self.stats.decode_steps + step)
+
+    def _keep_finished(
+        self,
+        attend: DecodeAttention,
+        block: Block,
+        rows: Rows,
+        contexts: Sequence[Ids],
+        slots_G: Sequence[Slots],
+    ) -> None:
+        """What a block's finished rows read stays in the store for the next turn."""
+        stored = attend.store_finished(block, rows.live_R, rows.count_R - 1)
+        for row, slots_S in stored.items():
+            group = rows.group_R[row]
+            read_S = rows.token_RS[row, : len(slots_S)]
+            self.store.insert(
+                np.concatenate([contexts[group], read_S]),
+                np.concatenate([slots_G[group], slots_S]),
+            )
+
+
+class Rows:
+    """The completions of one wave while they are drawn; one row a completion.
+
+    group_R: index of the row's context. budget_R: most tokens. uniform_RS: the row's stream.
+    token_RS, logprob_RS: what was drawn, `count_R` of them. live_R: not ended yet.
+    """
+
+    def __init__(
+        self,
+        group_R: NDArray[np.int64],
+        budget_R: NDArray[np.int64],
+        seeds: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        rows, steps = len(group_R), int(budget_R.max())
+        self.group_R, self.budget_R, self.params = group_R, budget_R, params
+        self.uniform_RS = uniforms(seeds, steps)
+        self.stop_ids = np.array(params.stop_ids, np.int64)
+        self.token_RS = np.zeros((rows, steps), np.int32)
+        self.logprob_RS = np.zeros((rows, steps), np.float32)
+        self.count_R = np.zeros(rows, np.int64)
+        self.live_R = np.ones(rows, bool)
+        self.stopped_R = np.zeros(rows, bool)
+
+    def draw(
+        self, row_R: NDArray[np.int64], logits_RV: torch.Tensor, uniform_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw one token for each of these rows, book it, and return the tokens."""
+        token_R, logprob_R = draw(logits_RV, uniform_R, self.params.temperature)
+        # One copy to the host a step; float64 holds every id exactly.
+        drawn = torch.stack((token_R.double(), logprob_R)).cpu().numpy()
+        if not np.isfinite(drawn[1]).all():
+            raise FloatingPointError(
+                "the policy's logits are not finite numbers; the weights have diverged: lower "
+                "optim.lr or resume from an earlier checkpoint"
+            )
+        token = drawn[0].astype(np.int64)
+        at = self.count_R[row_R]
+        self.token_RS[row_R, at] = token
+        self.logprob_RS[row_R, at] = drawn[1]
+        self.count_R[row_R] = at + 1
+        stopped = np.isin(token, self.stop_ids)
+        self.stopped_R[row_R] = stopped
+        self.live_R[row_R] = ~stopped & (at + 1 < self.budget_R[row_R])
+        return token_R
+
+    def completions(self, version: int) -> Iterator[Completion]:
+        """One completion a row, in the order of rows."""
+        for row, count in enumerate(self.count_R.tolist()):
+            yield Completion(
+                action_A=self.token_RS[row, :count].copy(),
+                logprob_A=self.logprob_RS[row, :count].copy(),
+                version=version,
+                stop=Stop.STOP if self.stopped_R[row] else Stop.LENGTH,
+            )
+
+
+def trie(
+    contexts: Sequence[Ids],
+) -> tuple[Ids, NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Sorted contexts as one packed tree: token_T, position_T, end_T, and for every context the
+    packed indices of its tokens.
+
+    Example: [1, 2, 3] and [1, 2, 4] pack into tokens 1, 2, 3, 4 with positions 0, 1, 2, 2 and ends
+    4, 4, 3, 4; the second context's indices are 0, 1, 3.
+    """
+    stack_T, index_T = contexts[0][:0], np.empty(0, np.int64)
+    tokens, positions, indices = [], [], []
+    closed: list[tuple[NDArray[np.int64], int]] = []
+    size = 0
+    for context_T in contexts:
+        kept = shared_prefix(stack_T, context_T)
+        closed.append((index_T[kept:], size))
+        tokens.append(context_T[kept:])
+        positions.append(np.arange(kept, len(context_T)))
+        new = len(context_T) - kept
+        index_T = np.concatenate([index_T[:kept], np.arange(size, size + new)])
+        indices.append(index_T)
+        stack_T, size = context_T, size + new
+    closed.append((index_T, size))
+    end_T = np.empty(size, np.int64)
+    for popped, end in closed:
+        end_T[popped] = end
+    return np.concatenate(tokens), np.concatenate(positions), end_T, indices
+
+
+def _worth_resuming(ordered: Sequence[Ids], known: Sequence[Slots]) -> list[bool]:
+    """For sorted contexts: resume from the store (True), or read anew in the tree (False).
+
+    Resumed contexts share nothing new with each other, so the store must know at least half of the
+    context and half of what it shares with its neighbours.
+    """
+    shared = [0, *(shared_prefix(a, b) for a, b in pairwise(ordered)), 0]
+    return [
+        2 * len(slots) >= max(len(context_T), shared[i], shared[i + 1])
+        for i, (context_T, slots) in enumerate(zip(ordered, known, strict=True))
+    ]
+
+
+def _cut(
+    ordered: Sequence[Ids], known: Sequence[Slots], fresh: Sequence[bool], budget_T: int
+) -> Iterator[list[int]]:
+    """Indices of sorted contexts, in passes of one kind with at most `budget_T` new tokens; a
+    context over the budget is a pass of its own."""
+    for kind in (True, False):
+        part: list[int] = []
+        size = 0
+        for i in (i for i, is_fresh in enumerate(fresh) if is_fresh is kind):
+            if kind and part:
+                start = shared_prefix(ordered[part[-1]], ordered[i])
+            else:
+                start = 0 if kind else len(known[i])
+            if part and size + len(ordered[i]) - start > budget_T:
+                yield part
+                part, size, start = [], 0, 0 if kind else start
+            part.append(i)
+            size += len(ordered[i]) - start
+        if part:
+            yield part
+
+
+def _waves(requests: Sequence[Request], resident_tokens: int) -> Iterator[list[int]]:
+    """Indices of requests with at least one seed, in waves of at most `resident_tokens` tokens
+    (context and budgets), neighbours in token order together."""
+    asked = [i for i, request in enumerate(requests) if request.seeds]
+    asked.sort(key=lambda i: order_key(requests[i].context_T))
+    wave: list[int] = []
+    size = 0
+    for i in asked:
+        need = len(requests[i].context_T) + requests[i].max_tokens * len(requests[i].seeds)
+        if wave and size + need > resident_tokens:
+            yield wave
+            wave, size = [], 0
+        wave.append(i)
+        size += need
+    if wave:
+        yield wave
+
+
+def _blocks(rows: Rows, slots_G: Sequence[Slots], device: torch.device) -> list[Block]:
+    """Live rows in blocks of groups with similar context lengths."""
+    row_R = np.flatnonzero(rows.live_R)
+    if not len(row_R):
+        return []
+    live_G, count_G = np.unique(rows.group_R[row_R], return_counts=True)
+    row_R = row_R[np.argsort(rows.group_R[row_R], kind="stable")]
+    by_group = np.split(row_R, np.cumsum(count_G)[:-1])
+    length_G = np.array([len(slots_G[group]) for group in live_G])
+    order = np.argsort(length_G, kind="stable")
+    parts: list[list[int]] = []
+    for at in order.tolist():
+        if not parts or _waste([*parts[-1], at], length_G, count_G) > _WASTED_PAIRS:
+            parts.append([])
+        parts[-1].append(at)
+    return [
+        _block([slots_G[live_G[at]] for at in part], [by_group[at] for at in part], device)
+        for part in parts
+    ]
+
+
+def _waste(part: Sequence[int], length_G: NDArray[Any], count_G: NDArray[Any]) -> int:
+    """Place-key pairs that a block of these groups computes in vain."""
+    lengths, counts = length_G[part], count_G[part]
+    return int(len(part) * lengths.max() * counts.max() - (lengths * counts).sum())
+
+
+def _block(
+    slots_G: Sequence[Slots], rows_G: Sequence[NDArray[np.int64]], device: torch.device
+) -> Block:
+    lengths = np.array([len(slots) for slots in slots_G])
+    width = max(map(len, rows_G))
+    place_R = np.concatenate([g * width + np.arange(len(r)) for g, r in enumerate(rows_G)])
+    row_R = np.concatenate(rows_G)
+    seat_P = np.full(len(rows_G) * width, -1)
+    seat_P[place_R] = row_R
+    block = Block(
+        slot_GT=padded(slots_G, device),
+        length_G=torch.from_numpy(lengths).to(device),
+        padded=bool((lengths != lengths.max()).any()),
+        width=width,
+        place_R=place_R,
+        row_R=row_R,
+        seat_P=seat_P,
+    )
+    block.seat(place_R, row_R)
+    return block
