@@ -26,7 +26,9 @@ OPTIONS = ("--out", "--resume", "--dry-run", "--help")
 KNOWN_ERRORS = (
     ("fastturn.config", "ConfigError", BAD_INPUT),
     ("fastturn.envs.base", "DomainError", BAD_INPUT),
+    ("fastturn.render", "TemplateError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
+    ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),
 )

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from fastturn.config import Config, ConfigError, from_dict, override
+from fastturn.envs import load_domain
 from fastturn.envs.base import Task
-from fastturn.tree import Rollout
+from fastturn.policy import Policy
+from fastturn.render import Renderer
+from fastturn.sampler.local import LocalSampler
+from fastturn.tree import Point, Rollout
 from fastturn.types import Trajectory
 
 
@@ -25,15 +35,27 @@ class Evaluation:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class _Silent:
+    """Evaluation is one span, and its events are not those of training."""
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        yield
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Not counted."""
+
+
 def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
     """One sampled and one greedy episode a task; the draws are the same at every evaluation.
 
-    Counts of events in the meter are those of training: evaluation leaves them alone.
+    Spans and event counts of `rollout` are left alone.
     """
+    rollout = replace(rollout, clock=_Silent())
     roots = rollout.roots(tasks)
-    sampled = play(rollout, roots, 1.0)
-    greedy = play(rollout, roots, 0.0)
-    calls = [sum("tool_call" in turn.events for turn in t.turns) for t in sampled]
+    sampled, greedy = _play(rollout, roots, 1.0), _play(rollout, roots, 0.0)
+    calls = [sum(turn.events.count("tool_call") for turn in t.turns) for t in sampled]
     return Evaluation(
         success=sum(t.success for t in sampled) / len(tasks),
         greedy=sum(t.success for t in greedy) / len(tasks),
@@ -43,8 +65,34 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
     )
 
 
-def play(rollout: Rollout, roots: Sequence[Any], temperature: float) -> list[Trajectory]:
+def evaluate_path(path: Path, pairs: Sequence[str] = ()) -> dict[str, Any]:
+    """`Evaluation.record()` of a finished run's model, or of a model in Hugging Face format.
+
+    `pairs` override the run's configuration (a model alone starts from the defaults, so name
+    `data.domain` and `data.path` for it). Raises `ConfigError` when `path` holds neither.
+    """
+    run = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
+    if "config" in run and not (path / "final").is_dir():
+        raise ConfigError(f"{path} has no final model yet; finish the run with --resume")
+    if "config" not in run and "model_type" not in run:
+        raise ConfigError(f"{path} is neither a run nor a model in Hugging Face format")
+    config = override(from_dict(run.get("config", {})), pairs)
+    weights = path / "final" if "config" in run else path
+    if "config" not in run:
+        config = _with_model(config, weights)
+    torch.set_num_threads(config.threads)
+    domain = load_domain(config)
+    policy, tokenizer = Policy.load(_with_model(config, weights))
+    renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
+    rollout = Rollout(domain, renderer, LocalSampler(policy), config, _Silent())
+    return evaluate(rollout, list(domain.eval_tasks)).record()
+
+
+def _with_model(config: Config, weights: Path) -> Config:
+    return replace(config, model=replace(config.model, path=str(weights)))
+
+
+def _play(rollout: Rollout, roots: Sequence[Point], temperature: float) -> list[Trajectory]:
     """One episode from every root."""
-    key = ("evaluation", temperature)
-    groups = rollout.fork(roots, 1, key, temperature, span="evaluation")
+    groups = rollout.fork(roots, 1, ("evaluation", temperature), temperature)
     return [group.siblings[0] for group in groups]

@@ -1,4 +1,4 @@
-"""Weights to the sampler, and the proof that they arrived.
+"""The proof that published weights arrived at the sampler.
 
 The in-process sampler reads the trainer's own tensors, so publishing is a new version and dropped
 caches. The proof is the same for every carrier: at the first mini-batch after a publish nothing has
@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from fastturn.pack import PackedBatch
-from fastturn.sampler.base import Sampler
 
 # Largest |log ratio| of one token that arithmetic alone explains, by the model's dtype.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 1.0, torch.float16: 0.2}
@@ -18,12 +17,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 1.0, torc
 
 class PublishError(RuntimeError):
     """The sampler did not draw from the policy that is being trained."""
-
-
-def publish(sampler: Sampler, version: int) -> None:
-    """Make the sampler draw from the current weights under `version`; a no-op when it does."""
-    if sampler.version != version:
-        sampler.publish(version)
 
 
 def prove_version(batch: PackedBatch, version: int) -> None:

@@ -14,11 +14,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors.torch import load_model
 
 from fastturn import checkpoint
@@ -62,6 +63,10 @@ class Cursor:
     tally: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
 
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types; `from_dict` is its inverse."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cursor:
         counters = {name: Counter(values[name]) for name in ("tally", "totals")}
@@ -92,7 +97,7 @@ class Run:
         root = self.out / "checkpoints"
         with self.meter.span("checkpoint"):
             state = {
-                "cursor": asdict(cursor),
+                "cursor": cursor.as_dict(),
                 "config": as_dict(self.config),
                 "meter": self.meter.state(),
             }
@@ -141,6 +146,7 @@ def open_run(
     """
     claim(out, config, recipe, resume)
     torch.set_num_threads(config.threads)
+    transformers.utils.logging.disable_progress_bar()  # the run has its own
     newest = checkpoint.latest(out / "checkpoints") if resume else None
     state: dict[str, Any] = {}
     trunks: list[Trunk] = []

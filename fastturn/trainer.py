@@ -35,7 +35,6 @@ from fastturn.learner import supervised
 from fastturn.pack import pack
 from fastturn.policy import Objective
 from fastturn.progress import Progress
-from fastturn.publish import publish
 from fastturn.report import write_report
 from fastturn.run import Run, RunError, open_run
 from fastturn.transcripts import transcripts
@@ -92,14 +91,14 @@ def evaluate_before(run: Run) -> None:
     """Held-out success of the policy that training starts from; then the first checkpoint."""
     if run.cursor.before:
         return
-    publish(run.rollout.sampler, run.cursor.version)
     run.cursor.before = held_out(run, "before").record()
     run.save()
 
 
 def held_out(run: Run, split: str) -> Evaluation:
     """Evaluate on the held-out tasks and record it."""
-    tasks = [run.domain.eval_tasks[i] for i in range(len(run.domain.eval_tasks))]
+    tasks = list(run.domain.eval_tasks)
+    publish(run)
     with run.meter.span("evaluation"):
         result = evaluate(run.rollout, tasks)
     record = {"iteration": run.cursor.iteration, "split": split, **result.record()}
@@ -119,7 +118,6 @@ def iterate(run: Run) -> None:
             record = one_iteration(run)
             bar.advance(1, success=record["success"], zero_advantage=record["zero_advantage_share"])
             if config.eval_every and cursor.iteration % config.eval_every == 0:
-                publish(run.rollout.sampler, cursor.version)
                 held_out(run, "during")
             if config.save.every and cursor.iteration % config.save.every == 0:
                 run.save()
@@ -129,6 +127,7 @@ def iterate(run: Run) -> None:
 def one_iteration(run: Run) -> dict[str, Any]:
     """Grow (or take up) the trunks, train every stage in reverse, record the iteration."""
     cursor = run.cursor
+    publish(run)
     stages = list(plan_stages(run))
     name = f"iteration {cursor.iteration + 1}"
     with run.progress.task(name, len(stages), cursor.stage) as bar:
@@ -160,7 +159,6 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
     if not algorithm.reverse:
         return iter([(0, run.rollout.roots(tasks))])
     if not run.trunks:
-        publish(run.rollout.sampler, cursor.version)
         roots = run.rollout.roots(tasks, config.trunks)
         run.trunks = run.rollout.grow(roots, ("trunk", cursor.iteration))
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
@@ -170,8 +168,8 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
 def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
     """Publish, fork, train, record."""
     config, cursor = run.config, run.cursor
-    with run.meter.span("publish"):
-        publish(run.rollout.sampler, cursor.version)
+    if cursor.stage:
+        publish(run)
     n = config.group_size - ALGORITHMS[config.algorithm].unsampled
     groups = run.rollout.fork(points, n, ("fork", cursor.iteration, turn))
     record, credits = run.learner.update(groups, cursor.version, (cursor.iteration, turn))
@@ -185,6 +183,13 @@ def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
     run.meter.record("stage", position | record)
     for sample in transcripts(credits, run.tokenizer, cursor.iteration, turn):
         run.meter.sample(sample)
+
+
+def publish(run: Run) -> None:
+    """Hand the weights to the sampler. Also when they are the same as before: a resumed run begins
+    with an empty prefix store, so an unbroken one has to, for both to compute the same bits."""
+    with run.meter.span("publish"):
+        run.rollout.sampler.publish(run.cursor.version)
 
 
 def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") -> None:
@@ -228,7 +233,6 @@ def finish(run: Run) -> dict[str, Any]:
     """Last evaluation, final model, summary and report; repeated harmlessly on a finished run."""
     config, cursor = run.config, run.cursor
     if cursor.phase != "done":
-        publish(run.rollout.sampler, cursor.version)
         after = held_out(run, "after")
         cursor.after, cursor.phase = after.record(), "done"
         run.save_final()

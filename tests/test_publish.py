@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
 
 from fastturn.pack import pack
-from fastturn.publish import PublishError, prove_logprobs, prove_version, publish
+from fastturn.publish import PublishError, prove_logprobs, prove_version
 from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
-
-
-@dataclass
-class Engine:
-    version: int = 0
-    published: list[int] = field(default_factory=list)
-
-    def publish(self, version: int) -> None:
-        self.version = version
-        self.published.append(version)
-
-
-def test_publishing_the_same_version_again_costs_nothing():
-    engine = Engine()
-    for version in (1, 1, 2):
-        publish(engine, version)
-    assert engine.published == [1, 2]
 
 
 def test_a_stale_sample_is_refused():
