@@ -179,9 +179,10 @@ class Renderer:
         built = self._codec.decode(built_T.tolist())
         if built != whole:
             at = _first_difference(built, whole)
+            here = slice(max(0, at - 20), at + 40)
             return (
-                f"text differs at character {at}: turn by turn {built[max(0, at - 20) : at + 40]!r}, "
-                f"whole dialogue {whole[max(0, at - 20) : at + 40]!r}"
+                f"text differs at character {at}: turn by turn {built[here]!r}, "
+                f"whole dialogue {whole[here]!r}"
             )
         whole_T = self._codec.encode_markup(whole)
         if np.array_equal(built_T, whole_T):

@@ -3,6 +3,7 @@
 Importing this package registers "calculator" and "math".
 """
 
+from fastturn.envs import calculator, math  # noqa: F401  (registers the built-in domains)
 from fastturn.envs.base import (
     DOMAINS,
     Action,
@@ -19,7 +20,6 @@ from fastturn.envs.base import (
     load_function,
     register,
 )
-from fastturn.envs import calculator  # noqa: F401, I001  (registers the built-in domains)
 
 __all__ = [
     "DOMAINS",

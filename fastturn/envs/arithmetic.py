@@ -116,10 +116,7 @@ def format_number(value: Number) -> str:
     "0.000000001"."""
     if isinstance(value, int):
         return str(value)
-    if abs(value) >= 1 or value == 0:
-        text = f"{value:.6f}"
-    else:
-        text = f"{Decimal(f'{value:.5e}'):f}"
+    text = f"{value:.6f}" if abs(value) >= 1 or value == 0 else f"{Decimal(f'{value:.5e}'):f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text
 

@@ -2,7 +2,7 @@
 
 An `Env` is one episode, a `Domain` is what episodes of one kind share: tools, training and held-out
 tasks, and a scripted policy for the warm start. A new domain is a function from a `Config` to a
-`Domain` under a `@register("name")`, or a file of one's own named by `data.domain=file.py:function`.
+`Domain` under `@register("name")`, or in a file of one's own: `data.domain=file.py:function`.
 """
 
 from __future__ import annotations

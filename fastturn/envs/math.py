@@ -1,0 +1,321 @@
+"""Domain "math": word problems from a jsonl file or a Hugging Face dataset, with a calculator.
+
+The answer is `\\boxed{...}`; reward 1 if it equals the gold answer, 0 if not. An action without a
+call ends the episode. Known formats are rows of the table `FORMATS`; a new one is one more row.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastturn.config import Config, ConfigError
+from fastturn.envs import verify
+from fastturn.envs.answers import as_number, boxed
+from fastturn.envs.arithmetic import CALCULATOR, calculate
+from fastturn.envs.base import DomainError, Env, Message, Task, register
+from fastturn.envs.calculator import calculator_call
+from fastturn.envs.calls import spoken
+from fastturn.envs.tools import Grade, ToolEnv, ToolError
+
+_SPLIT_SEED = "held-out"  # the same held-out tasks for every run, whatever its seed
+_INSTRUCTIONS = (
+    "Solve the problem step by step. Use the calculator for arithmetic. When you know the result, "
+    "answer with \\boxed{result}."
+)
+_ANNOTATION = re.compile(r"<<([^<>=]+)=[^<>]*>>")
+_QUANTITY = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one published format names its parts: the keys that make up the question (joined by a
+    space), the key of the gold answer, and where a calculation for demonstrations comes from: a key
+    that holds an equation, or the numbers of the question."""
+
+    question: tuple[str, ...]
+    answer: str
+    equation: str = ""
+    one_step: bool = False  # one operation on two numbers of the question solves it
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        return all(row.get(key) is not None for key in (*self.question, self.answer))
+
+
+FORMATS = (
+    Format(("question",), "answer"),  # GSM8K ("... #### 42"), MATH-500, AMC
+    Format(("problem",), "answer"),  # AIME, MATH with extracted answers
+    Format(("problem",), "solution"),  # MATH: the answer is boxed in the solution
+    Format(("Body", "Question"), "Answer", "Equation"),  # SVAMP
+    Format(("Question",), "Answer", "Equation"),
+    Format(("input",), "target", one_step=True),  # MAWPS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem as read: where from (for messages), the question, the gold answer, and the
+    expressions that lead to it (for demonstrations; may be empty).
+
+    Example: `Problem("train.jsonl:1", "Natalia sold ...", "72", ("48/2", "48+24"))`.
+    """
+
+    origin: str
+    question: str
+    answer: str
+    expressions: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """What makes two problems the same: the words of the question."""
+        return " ".join(self.question.split()).casefold()
+
+
+def read_problem(row: Any, origin: str) -> Problem:
+    """`row` through the table of formats. Raises `DomainError` naming keys found and expected."""
+    if not isinstance(row, dict):
+        raise DomainError(f"{origin}: expected a JSON object, found {type(row).__name__}")
+    form = next((form for form in FORMATS if form.fits(row)), None)
+    if form is None:
+        known = "; ".join(" + ".join((*f.question, f.answer)) for f in FORMATS)
+        raise DomainError(
+            f"{origin}: found the keys {', '.join(sorted(map(str, row))) or '(none)'}; expected "
+            f"one of these sets: {known}. Rename the keys, or add a row to fastturn.envs.math.FORMATS"
+        )
+    question = " ".join(str(row[key]).strip() for key in form.question)
+    worked = row[form.answer]
+    answer = _gold(worked, form.answer, origin)
+    if not question:
+        raise DomainError(f"{origin}: the question is empty; remove the row or fill it in")
+    expressions: Sequence[str] = _ANNOTATION.findall(worked) if isinstance(worked, str) else ()
+    if form.equation and row.get(form.equation):
+        expressions = (re.sub(r"\.0\b", "", str(row[form.equation]).strip()),)
+    elif form.one_step:
+        expressions = infer(question, answer)
+    return Problem(origin, question, answer, tuple(e.strip() for e in expressions))
+
+
+def _gold(value: Any, key: str, origin: str) -> str:
+    """The bare gold answer: after "####", or in the last box, or the value itself."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise DomainError(
+            f"{origin}: {key!r} is {type(value).__name__}, expected a string or a number"
+        )
+    text = f"{value:.15g}" if isinstance(value, float) else str(value)
+    if "####" in text:
+        text = text.rpartition("####")[2]
+    elif key == "solution" or "\\boxed{" in text:
+        text = boxed(text) or ""
+    if not text.strip():
+        raise DomainError(
+            f"{origin}: no answer in {key!r}; expected a value, '... #### value' or "
+            "'... \\boxed{value}'"
+        )
+    return text.strip()
+
+
+def read_problems(path: str, key: str) -> list[Problem]:
+    """All problems of a jsonl file or a dataset id (`id`, `id:config` or `id:config:split`).
+
+    `key` is the setting named in errors. Raises `DomainError` when there are none.
+    """
+    if not path:
+        raise ConfigError(
+            f"{key} is empty; set it to a jsonl file, for example {key}=gsm8k_train.jsonl, or to a "
+            f"dataset id, for example {key}=openai/gsm8k:main"
+        )
+    local = Path(path).exists() or path.endswith((".jsonl", ".json")) or path[0] in "/.~"
+    rows = _file_rows(path, key) if local else _hub_rows(path, key)
+    problems = [read_problem(row, origin) for origin, row in rows]
+    if not problems:
+        raise DomainError(f"{key}={path!r}: no problems in it; expected one JSON object a line")
+    return problems
+
+
+def _file_rows(path: str, key: str) -> Iterator[tuple[str, Any]]:
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _loads(line, f"{path}:{number}")
+    except OSError as error:
+        raise DomainError(
+            f"{key}={path!r}: {error.strerror or error}; give a jsonl file that can be read from "
+            f"{Path.cwd()}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DomainError(f"{path}: not UTF-8 ({error}); convert the file to UTF-8") from error
+
+
+def _loads(line: str, origin: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DomainError(
+            f"{origin}: not valid JSON ({error}); expected one JSON object a line, repair or "
+            "remove the line"
+        ) from error
+
+
+def _hub_rows(path: str, key: str) -> Iterable[tuple[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DomainError(
+            f"{key}={path!r}: there is no such file, and reading it as a dataset id needs the "
+            "package datasets: pip install datasets"
+        ) from error
+    name, config, split = [*path.split(":"), "", ""][:3]
+    try:
+        rows = load_dataset(name, config or None, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise DomainError(
+            f"{key}={path!r}: the dataset cannot be loaded ({error}); check the id and the "
+            "network, or download it and give the path of a jsonl file"
+        ) from error
+    return ((f"{path}:{number}", dict(row)) for number, row in enumerate(rows, 1))
+
+
+def split_problems(
+    problems: Sequence[Problem], held_out: int
+) -> tuple[list[Problem], list[Problem]]:
+    """(training, held-out) problems without common content. The held-out part holds `held_out`
+    different contents and does not depend on the run's seed.
+
+    Raises `DomainError` when nothing would be left to train on.
+    """
+    contents = sorted({problem.content for problem in problems})
+    if len(contents) <= held_out:
+        raise DomainError(
+            f"{problems[0].origin.rpartition(':')[0]} has {len(contents)} different problems and "
+            f"data.eval_tasks={held_out} leaves none for training; lower data.eval_tasks, or set "
+            "data.eval_path to a file of held-out problems"
+        )
+    chosen = set(random.Random(_SPLIT_SEED).sample(contents, held_out))
+    training = [problem for problem in problems if problem.content not in chosen]
+    first = {p.content: p for p in reversed(problems) if p.content in chosen}
+    return training, list(first.values())
+
+
+@register("math")
+class MathDomain:
+    """Domain "math". `data.path` (and `data.eval_path`): a jsonl file or a dataset id; without
+    `data.eval_path`, `data.eval_tasks` problems are held out. Training problems that are also
+    held out are dropped. As in "calculator", schemas and instructions go into the prompt only for
+    a pretrained model (`model.path` is set)."""
+
+    def __init__(self, config: Config) -> None:
+        data = config.data
+        problems = read_problems(data.path, "data.path")
+        if data.eval_path:
+            held_out = read_problems(data.eval_path, "data.eval_path")[: data.eval_tasks]
+            contents = {problem.content for problem in held_out}
+            training = [problem for problem in problems if problem.content not in contents]
+        else:
+            training, held_out = split_problems(problems, data.eval_tasks)
+        if not training:
+            raise DomainError(
+                f"data.path={data.path!r}: every problem is held out in {data.eval_path!r}; use "
+                "different files"
+            )
+        _require_verifier([*training, *held_out])
+        random.Random(f"order {config.seed}").shuffle(training)
+        self.train_tasks: Sequence[Task] = _tasks("train", training)
+        self.eval_tasks: Sequence[Task] = _tasks("eval", held_out)
+        self._described = bool(config.model.path)
+        self.tools: list[dict[str, Any]] = [CALCULATOR.schema] if self._described else []
+        self._timeout_s = data.tool_timeout_s
+        self._calls = config.turns - 1
+        self._verifier = verify.Verifier(deadline_s=data.tool_timeout_s)
+
+    def env(self) -> Env:
+        """One episode."""
+        tools = {CALCULATOR.name: CALCULATOR}
+        return ToolEnv(tools, self._prompt, self._grade, self._timeout_s)
+
+    def _prompt(self, task: Task) -> list[Message]:
+        messages = [{"role": "user", "content": task.data["question"]}]
+        if self._described:
+            messages.insert(0, {"role": "system", "content": _INSTRUCTIONS})
+        return messages
+
+    def _grade(self, task: Task, text: str) -> Grade:
+        answer = boxed(spoken(text))
+        if answer is None:
+            return Grade(0.0, ("no_answer",))
+        verdict = self._verifier.check(task.data["answer"], answer)
+        errors = ("verifier_error",) if verdict.error else ()
+        return Grade(float(verdict.right), ("answer", *errors))
+
+    def demonstrator(
+        self, task: Task, rng: np.random.Generator
+    ) -> Callable[[Sequence[Message]], str]:
+        """Replays the calculations that come with the gold solution (`<<48/2=24>>`, an equation),
+        one call a turn and at most `turns - 1` calls, then boxes the gold answer. Needs no
+        randomness."""
+        usable = [e for e in task.data["expressions"] if _computes(e)][: self._calls]
+
+        def policy(messages: Sequence[Message]) -> str:
+            done = sum(message["role"] == "tool" for message in messages)
+            if done < len(usable):
+                return calculator_call(usable[done])
+            return f"\\boxed{{{task.data['answer']}}}"
+
+        return policy
+
+
+def _require_verifier(problems: Sequence[Problem]) -> None:
+    symbolic = next((p for p in problems if as_number(p.answer) is None), None)
+    if symbolic is not None and not verify.installed():
+        raise DomainError(
+            f"{symbolic.origin}: the answer {symbolic.answer!r} is not a plain number and "
+            "comparing it needs math-verify: pip install math-verify, or remove such problems"
+        )
+
+
+def _tasks(part: str, problems: Sequence[Problem]) -> list[Task]:
+    return [
+        Task(
+            f"{part}-{number}",
+            {
+                "question": problem.question,
+                "answer": problem.answer,
+                "expressions": problem.expressions,
+                "origin": problem.origin,
+            },
+        )
+        for number, problem in enumerate(problems)
+    ]
+
+
+def _computes(expression: str) -> bool:
+    try:
+        calculate(expression)
+    except ToolError:
+        return False
+    return True
+
+
+def infer(question: str, answer: str) -> tuple[str, ...]:
+    """One operation on two numbers of `question` that gives `answer`, if there is one.
+
+    Example: `infer("70 seashells, she has 27 left", "43")` is `("70-27",)`.
+    """
+    gold = as_number(answer)
+    numbers = _QUANTITY.findall(question)
+    for left, right in permutations(numbers, 2):
+        a, b = Fraction(left.replace(",", "")), Fraction(right.replace(",", ""))
+        results = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else None}
+        for sign, value in results.items():
+            if gold is not None and value == gold:
+                return (f"{left}{sign}{right}".replace(",", ""),)
+    return ()
