@@ -357,18 +357,19 @@ class _Template:
 
     def _find_support(self, user: list[Message], notes: list[str]) -> None:
         """How tools and their results are shown; what is missing is done by hand and noted."""
-        if self._tools:
+        tools = self._tools
+        if tools:
             with_tools = self.render(user, True)
-            self._tools, tools = None, self._tools
-            if self.render(user, True) == with_tools:
+            self._tools = None
+            if self.render(user, True) != with_tools:
+                self._tools = tools
+            else:
                 self._described = True
                 schemas = "\n".join(json.dumps(tool) for tool in tools)
                 self._header = _TOOL_HEADER.format(schemas=schemas)
                 notes.append(
                     "the chat template ignores tools: they are described in the system message"
                 )
-            else:
-                self._tools = tools
         dialogue = [*user, _message("assistant", 1), _message("tool", 2)]
         try:
             self._cut(dialogue)

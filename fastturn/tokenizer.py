@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -108,7 +108,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return fast
 
 
-def render_text(messages: list[Message], tools: list[dict[str, object]] | None = None) -> str:
+def render_text(messages: list[Message], tools: list[Any] | None = None) -> str:
     """`messages` in the chat template of `build_tokenizer`, as text.
 
     Example: `render_text([{"role": "user", "content": "2*3"}])` is
@@ -116,9 +116,8 @@ def render_text(messages: list[Message], tools: list[dict[str, object]] | None =
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered, _ = render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)
-    text: str = rendered[0]
-    return text
+    rendered = render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)
+    return str(rendered[0][0])
 
 
 def episode_texts(domain: Domain, episodes: int, turns: int, seed: int = 0) -> Iterator[str]:

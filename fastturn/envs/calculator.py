@@ -13,7 +13,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -145,13 +144,8 @@ class CalculatorDomain:
         self._timeout_s = config.data.tool_timeout_s
         self.tools: list[dict[str, Any]] = [_TOOL.schema] if self._described else []
         self.eval_tasks: Sequence[Task] = held_out_tasks(config.data.eval_tasks)
-        self._seed = config.seed
-
-    @cached_property
-    def train_tasks(self) -> Sequence[Task]:
-        """Training tasks in the order of `seed`."""
         asked = frozenset(task.data["question"] for task in self.eval_tasks)
-        return TrainTasks(self._seed, asked)
+        self.train_tasks: Sequence[Task] = TrainTasks(config.seed, asked)
 
     def env(self) -> Env:
         """One episode."""

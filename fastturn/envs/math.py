@@ -89,7 +89,8 @@ def read_problem(row: Any, origin: str) -> Problem:
         known = "; ".join(" + ".join((*f.question, f.answer)) for f in FORMATS)
         raise DomainError(
             f"{origin}: found the keys {', '.join(sorted(map(str, row))) or '(none)'}; expected "
-            f"one of these sets: {known}. Rename the keys, or add a row to fastturn.envs.math.FORMATS"
+            f"one of these sets: {known}. Rename the keys, or add a row to "
+            "fastturn.envs.math.FORMATS"
         )
     question = " ".join(str(row[key]).strip() for key in form.question)
     worked = row[form.answer]

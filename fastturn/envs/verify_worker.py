@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
         print(json.dumps(reply), file=verdicts, flush=True)
 
 
-def ask(verify, golds, answers) -> dict:
+def ask(verify: Callable[..., bool], golds: list[Any], answers: list[Any]) -> dict[str, Any]:
     """One verdict; an exception inside the algebra is an error to count, not a wrong answer."""
     try:
         return {"right": verify(golds, answers, timeout_seconds=None, raise_on_error=True)}
