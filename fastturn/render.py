@@ -27,7 +27,7 @@ import numpy as np
 
 from fastturn.config import ConfigError
 from fastturn.envs.base import Action, BadCall, Message, ToolCall, load_function
-from fastturn.envs.calls import THINK, parse_action
+from fastturn.envs.calls import END_THINK, THINK, parse_action
 from fastturn.types import Boundary, Ids
 
 if TYPE_CHECKING:
@@ -119,14 +119,25 @@ class Renderer:
 
     def parse(self, action_A: Ids) -> Action:
         """The text of sampled ids without their stop token, and the tool calls in it. Never raises:
-        a call that cannot be read is a `BadCall`."""
+        a call that cannot be read is a `BadCall`. When the generation prompt opens `<think>`, the
+        text begins with that tag, so that it says what is thinking by itself."""
         ids = action_A.tolist()
         if ids and ids[-1] in self._stops:
             del ids[-1]
-        return parse_action(self._codec.decode(ids), self._template.opens_thinking)
+        text = self._codec.decode(ids)
+        return parse_action(f"{THINK}\n{text}" if self._template.opens_thinking else text)
 
     def encode_action(self, text: str) -> Ids:
-        """The ids of a scripted action, its stop token included. Example: "7" gives 2 ids."""
+        """The ids of a scripted action, its stop token included: the inverse of `parse`. An action
+        without thinking closes the `<think>` that a generation prompt opened.
+
+        Example: "7" gives 2 ids.
+        """
+        if self._template.opens_thinking:
+            opened = text.startswith(THINK)
+            text = (
+                text.removeprefix(THINK).removeprefix("\n") if opened else f"{END_THINK}\n\n{text}"
+            )
         return np.append(self._codec.encode_markup(text), self.stop_ids[0]).astype(np.int32)
 
     def fits(self, conversation: Conversation) -> bool:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -172,11 +175,7 @@ def load_function(reference: str, key: str) -> Callable[..., Any]:
             f"{key}={reference!r}: there is no file {file!r}; give a path that exists from "
             f"{Path.cwd()}"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = getattr(_load_module(path.resolve()), name, None)
     if not callable(function):
         raise ConfigError(
             f"{key}={reference!r}: {file} has no function {name!r}; define it there or name "
@@ -184,6 +183,22 @@ def load_function(reference: str, key: str) -> Callable[..., Any]:
         )
     result: Callable[..., Any] = function
     return result
+
+
+def _load_module(path: Path) -> ModuleType:
+    """The module in the file `path`, loaded once under a name of its own, so that its classes can
+    be pickled (snapshots) and no installed module is shadowed."""
+    name = f"fastturn_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def events_by_call(events: Sequence[str]) -> tuple[tuple[str, ...], ...]:

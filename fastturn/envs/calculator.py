@@ -188,18 +188,15 @@ class Demonstrator:
             return self._answer(value)
         sign, operand = steps[done]
         if self.rng.random() < self.wrong_operand:
-            operand = 11 + (operand - 11 + int(self.rng.integers(1, 19))) % 19
+            span = 19 if sign == "*" else 89  # operands are 11-29 and 11-99
+            operand = 11 + (operand - 11 + int(self.rng.integers(1, span))) % span
         return calculator_call(f"{value}{sign}{operand}")
 
     def _answer(self, value: str) -> str:
         if self.rng.random() < self.wrong_box:
-            digit = int(self.rng.integers(len(value)))
-            wrong = (
-                (int(value[digit]) + int(self.rng.integers(1, 10))) % 10
-                if value[digit].isdigit()
-                else 1
-            )
-            value = f"{value[:digit]}{wrong}{value[digit + 1 :]}"
+            at = int(self.rng.choice([i for i, c in enumerate(value) if c.isdigit()]))
+            wrong = (int(value[at]) + int(self.rng.integers(1, 10))) % 10
+            value = f"{value[:at]}{wrong}{value[at + 1 :]}"
         return f"\\boxed{{{value}}}"
 
 

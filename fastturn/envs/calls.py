@@ -27,26 +27,22 @@ THINK, END_THINK = "<think>", "</think>"
 _FORM = f'write {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}'
 
 
-def parse_action(text: str, thinking: bool = False) -> Action:
+def parse_action(text: str) -> Action:
     """`text` with the calls found outside its thinking.
-
-    `thinking`: the text begins inside `<think>` because the prompt opened it. An unclosed
-    `<think>` reaches to the end.
 
     Example: `parse_action('<tool_call>{"name": "f", "arguments": {}}</tool_call>').calls` is
     `(ToolCall("f", {}),)`.
     """
-    if not thinking and OPEN not in text and CLOSE not in text:
+    if OPEN not in text and CLOSE not in text:
         return Action(text)
-    return Action(text, tuple(_calls(spoken(text, thinking))))
+    return Action(text, tuple(_calls(spoken(text))))
 
 
-def spoken(text: str, thinking: bool = False) -> str:
-    """`text` without its thinking. Example: `spoken("<think>a</think>b")` is "b"."""
-    if thinking:
-        _, closed, text = text.partition(END_THINK)
-        if not closed:
-            return ""
+def spoken(text: str) -> str:
+    """`text` without its thinking; an unclosed `<think>` reaches to the end.
+
+    Example: `spoken("<think>a</think>b")` is "b".
+    """
     parts = []
     while THINK in text:
         before, _, inside = text.partition(THINK)
