@@ -103,7 +103,7 @@ class SuffixAttention:
         return visible_GST.unsqueeze(1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LayerCache:
     """One layer of a block: context keys (transposed for the score product) and values, stored once
     a group, and what each place has sampled so far."""
@@ -114,7 +114,7 @@ class LayerCache:
     v_GKNSE: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """Groups of similar context length: `groups * width` places, of which `place_R` are live.
 
