@@ -74,13 +74,13 @@ def line_chart(
     """SVG text; "" when no line has a point."""
     axis = axis or Axis()
     drawn = [(line, *line.points()) for line in lines]
+    if axis.scale == "log":
+        drawn = [(line, x_N, np.maximum(y_N, axis.floor)) for line, x_N, y_N in drawn]
     drawn = [item for item in drawn if len(item[1])]
     if not drawn:
         return ""
     figure, axes = _figure(_WIDE if wide else _CARD)
     for line, x_N, y_N in drawn:
-        if axis.scale == "log":
-            y_N = np.maximum(y_N, axis.floor)
         points = line.style == "points"
         axes.plot(
             x_N,
@@ -89,7 +89,7 @@ def line_chart(
             linestyle={"line": "-", "dashed": (0, (4, 2)), "points": ""}[line.style],
             linewidth=1.4,
             marker="o" if points or len(x_N) <= 24 else "",
-            markersize=5.5 if points else 2.6,
+            markersize=_marker_size(points, len(x_N)),
             zorder=4 if points else 3,
             clip_on=False,
         )
@@ -112,6 +112,13 @@ def area_chart(x: Sequence[float], shares: Sequence[Sequence[float]], first_colo
     axes.margins(x=0)
     _scale(axes, Axis("percent", least=(0.0, 1.0)), [0.0, 1.0])
     return _svg(figure, axes, "iteration")
+
+
+def _marker_size(points: bool, n: int) -> float:
+    """Bigger the fewer there are: a run of one iteration is only markers."""
+    if points:
+        return 5.5 if n <= 24 else 3.0
+    return 4.5 if n <= 3 else 2.6
 
 
 def _stand_in(index: int) -> str:

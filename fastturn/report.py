@@ -109,9 +109,10 @@ def page_content(run: RunFiles) -> dict[str, Any]:
     """Everything the template shows, ready to print."""
     times = [r["time"] for r in run.records if isinstance(r.get("time"), int | float)]
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(times[0])) if times else ""
+    recipe = run.summary.get("recipe") or run.config.get("recipe")
     return {
-        "name": run.name,
-        "recipe": run.summary.get("recipe") or run.config.get("recipe") or run.name,
+        "name": run.name if recipe else "",
+        "recipe": recipe or run.name,
         "algorithm": run.summary.get("algorithm") or run.config.get("algorithm") or "",
         "seed": run.summary.get("seed", run.config.get("seed", "")),
         "began": began,
@@ -157,6 +158,10 @@ def hours(value: float) -> str:
     return f"{value:.3f}" if 0.001 <= value < 1 else f"{value:.3g}"
 
 
+def _plural(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 def _mean(values: Iterable[Any]) -> float | None:
     known = [value for value in values if isinstance(value, int | float)]
     return math.fsum(known) / len(known) if known else None
@@ -177,7 +182,7 @@ def notes(run: RunFiles) -> list[str]:
     elif not run.summary:
         found.append(
             "The run has no summary: it is running, or was stopped. The numbers below come from "
-            f"its records so far ({len(run.of('iteration'))} whole iterations)."
+            f"its records so far ({_plural(len(run.of('iteration')), 'whole iteration')})."
         )
     counts = _total_counts(run.records)
     if counts[NONFINITE]:
@@ -200,17 +205,21 @@ def tiles(run: RunFiles) -> list[dict[str, str]]:
         note = label
         if tasks and last is not None:
             around = 1.96 * math.sqrt(last * (1 - last) / tasks)
-            note += f" · {tasks} held-out tasks · ± {100 * around:.1f} points (95 %)"
+            note += f" · {tasks} tasks · ±\u00a0{100 * around:.1f} points (95\u00a0%)"
         value = f"{percent(first)} → {percent(last)}"
         found.append({"label": "Held-out success", "value": value, "note": note})
     rollouts = summary.get("rollouts", int(_sum(iterations, "rollouts")))
     count = summary.get("iterations", len(iterations))
-    found.append({"label": "Rollouts", "value": short(rollouts), "note": f"in {count} iterations"})
+    found.append(
+        {"label": "Rollouts", "value": short(rollouts), "note": f"in {_plural(count, 'iteration')}"}
+    )
     found += _cost_tiles(run)
     packed = summary.get("tokens_packed", _sum(iterations, "tokens_packed"))
     flat = summary.get("tokens_flat", _sum(iterations, "tokens_flat"))
     saved = percent(1 - packed / flat, 0) if flat else "–"
-    note = f"{short(packed)} packed instead of {short(flat)} flat"
+    note = (
+        f"{short(packed)} packed instead of {short(flat)} flat" if flat else "none was trained on"
+    )
     found.append({"label": "Tokens saved by sharing", "value": saved, "note": note})
     return found
 
@@ -317,11 +326,11 @@ def ledger(run: RunFiles) -> dict[str, Any]:
                 "seconds": f"{seconds:,.2f}",
                 "share": percent(share),
                 "width": f"{100 * share:.3f}",
-                "color": f"hsl({(place * 137) % 360} var(--sat) var(--lum))",
+                "color": "var(--c7)" if name == "other" else _span_color(place),
                 "label": name.replace("_", " ") if share > 0.11 else "",
             }
         )
-    held = f"{devices} device{'s' * (devices != 1)}"
+    held = _plural(devices, "device")
     check = (
         f"The spans sum to {total_s:,.2f} s and wall-clock is {wall_s:,.2f} s "
         f"(difference {abs(total_s - wall_s) / wall_s:.4%}). Times {held} that is "
@@ -330,6 +339,11 @@ def ledger(run: RunFiles) -> dict[str, Any]:
         else ""
     )
     return {"rows": rows, "check": check}
+
+
+def _span_color(place: int) -> str:
+    """Neighbours in the canonical list get hues far apart (the golden angle)."""
+    return f"hsl({(place * 137 + 210) % 360} var(--sat) var(--lum))"
 
 
 # --- charts ---------------------------------------------------------------------------------------
@@ -488,7 +502,7 @@ def _ending_names(records: Sequence[Record]) -> list[str]:
 def _events_chart(run: RunFiles) -> dict[str, Any]:
     """The six most frequent events, per rollout."""
     rates = _event_rates(run)
-    names = [name for name, _ in _total_counts(_training(run)).most_common(6)]
+    names = [name for name, _ in _events(run).most_common(6)]
     x = sorted(rates)
     lines = [
         Line(name, x, [rates[i].get(name, 0.0) for i in x], place)
@@ -528,10 +542,6 @@ def stage_rows(run: RunFiles) -> list[dict[str, Any]]:
     return rows
 
 
-def _training(run: RunFiles) -> list[Record]:
-    return [r for r in run.records if r.get("kind") in ("stage", "iteration")]
-
-
 def _total_counts(records: Sequence[Record]) -> Counter[str]:
     total: Counter[str] = Counter()
     for record in records:
@@ -539,10 +549,17 @@ def _total_counts(records: Sequence[Record]) -> Counter[str]:
     return total
 
 
+def _events(run: RunFiles) -> Counter[str]:
+    """Totals of what happened in training rollouts."""
+    total = _total_counts(run.of("stage") + run.of("iteration"))
+    del total[NONFINITE]  # a note at the top tells of it
+    return total
+
+
 def _event_rates(run: RunFiles) -> dict[int, dict[str, float]]:
     """Events per rollout, by iteration."""
     counts: dict[int, Counter[str]] = defaultdict(Counter)
-    for record in _training(run):
+    for record in run.of("stage") + run.of("iteration"):
         if isinstance(record.get("iteration"), int):
             counts[record["iteration"]].update(record.get("counts") or {})
     return {
@@ -569,7 +586,7 @@ def event_rows(run: RunFiles) -> list[list[str]]:
             short(_mean(rate.get(name, 0.0) for rate in first), 2),
             short(_mean(rate.get(name, 0.0) for rate in last), 2),
         ]
-        for name, total in _total_counts(_training(run)).most_common(30)
+        for name, total in _events(run).most_common(30)
     ]
 
 
@@ -616,15 +633,21 @@ def _setting(value: Any) -> str:
 
 
 def transcripts(samples: Sequence[Record]) -> list[dict[str, Any]]:
-    """Five episodes: the run in five parts, of each the one with the largest |advantage|."""
+    """Five episodes: the run in five parts, of each the one with the largest advantage, in every
+    second part the one with the smallest."""
     parts = min(SAMPLES, len(samples))
     cuts = [round(i * len(samples) / parts) for i in range(parts + 1)] if parts else []
-    chosen = [max(samples[a:b], key=_signal) for a, b in itertools.pairwise(cuts)]
+    chosen = []
+    for place, (a, b) in enumerate(itertools.pairwise(cuts)):
+        pick = max if place % 2 == 0 else min
+        chosen.append(pick(samples[a:b], key=_advantage))
     return [_transcript(sample) for sample in chosen]
 
 
-def _signal(sample: Record) -> float:
-    return max((abs(turn.get("advantage") or 0.0) for turn in sample.get("turns") or []), default=0)
+def _advantage(sample: Record) -> float:
+    """The advantage of the first trained turn, 0 without one."""
+    known = (turn.get("advantage") for turn in sample.get("turns") or [])
+    return float(next((advantage for advantage in known if advantage), 0.0))
 
 
 def _transcript(sample: Record) -> dict[str, Any]:
@@ -645,7 +668,6 @@ def _turn(turn: Record, sample: Record, place: int) -> dict[str, Any]:
     return {
         "number": (sample.get("stage") or 0) + place,
         "context": marked(str(turn.get("context", ""))),
-        "whole": place == 0,
         "action": marked(str(turn.get("action", ""))),
         "reward": short(turn.get("reward")),
         "reward_sign": _sign(turn.get("reward")),
