@@ -7,7 +7,8 @@
 with g, e the upstream gradients of logprob_A and entropy_A, summed over the actions of a row.
 Upstream gradients are not known in the forward pass, so backward computes each chunk of logits
 again: 2·R·D·V forward and 6·R·D·V backward. Saved: the inputs only. Extra memory: one chunk of
-logits and one tile (twice the chunk with softcap), and in backward dW. Rows whose upstream gradients are all 0 leave before the recomputation.
+logits and one tile (twice the chunk with softcap), and in backward dW. Rows whose upstream
+gradients are all 0 leave before the recomputation.
 """
 
 from __future__ import annotations

@@ -206,10 +206,7 @@ def _statistics(
         "logprob": logprob_A,
     }
     totals = torch.stack(list(each.values())).sum(1)
-    if len(raw_A):
-        tops = torch.stack([raw_A.abs(), ratio_A]).amax(1)
-    else:
-        tops = totals.new_zeros(2)
+    tops = torch.stack([raw_A.abs(), ratio_A]).amax(1) if len(raw_A) else totals.new_zeros(2)
     peaks = dict(zip(("abs_log_ratio", "ratio"), tops.unbind(), strict=True))
     return dict(zip(each, totals.unbind(), strict=True)), peaks
 
