@@ -20,7 +20,10 @@ from fastturn.config import Config, ConfigError, as_dict
 from fastturn.credit import ALGORITHMS
 
 GIB = 2**30
-HEAD_ROWS = 1024  # rows of logits that the fused head holds at a time
+# Limits of parts that this file cannot import without torch; a test compares them with the parts.
+HEAD_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that the fused head holds at a time
+RESIDENT_TOKENS = 65536  # most tokens that the sampler decodes at once
+STORE_GIB = 0.5  # keys and values that it keeps for the next call
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,8 @@ def derive(config: Config) -> dict[str, int]:
 def memory_gib(config: Config) -> dict[str, float]:
     """Upper estimates in GiB by use, with their sum under "total"; empty when the shape is unknown.
 
-    The sampler reads the trainer's own weights. The decode cache is counted for every sibling of a
-    stage at full context; sharing of contexts makes it smaller.
+    The sampler reads the trainer's own weights. Its keys and values are counted at full context for
+    every sibling of a stage, up to its own limits; shared contexts make them smaller.
     """
     shape = shape_of(config)
     if shape is None:
@@ -152,16 +155,19 @@ def memory_gib(config: Config) -> dict[str, float]:
     activations = tokens * shape.activations_token * kept_layers
     if config.model.gradient_checkpointing:
         activations += tokens * shape.width * shape.layers
-    kv_token = 2 * shape.layers * shape.kv_heads * shape.head_width
     rows = max(derived["rollouts_stage"], config.data.eval_tasks)
+    resident = min(rows * config.model.max_context, RESIDENT_TOKENS)
+    decode = resident * 2 * shape.layers * shape.kv_heads * shape.head_width * size
+    logits = tokens * shape.vocabulary * 4
     uses = {
         "weights": weights,
         "gradients": weights,
         "AdamW moments": 2 * weights,
         "reference weights": weights if config.loss.kl_coef > 0 else 0,
         "activations of a micro-batch": activations * size,
-        "logits of a head chunk": min(HEAD_ROWS, tokens) * shape.vocabulary * 4,
-        "decode keys and values": rows * config.model.max_context * kv_token * size,
+        "logits of a head chunk": min(logits, HEAD_BYTES.get(config.device, HEAD_BYTES["cpu"])),
+        "keys and values in decoding": decode,
+        "keys and values kept": min(decode, STORE_GIB * GIB),
     }
     gib = {name: value / GIB for name, value in uses.items() if value}
     return gib | {"total": sum(gib.values())}

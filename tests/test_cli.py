@@ -308,3 +308,16 @@ def test_memory_of_models_that_cannot_be_read(tmp_path, monkeypatch, capsys):
     assert "unknown until someone/some-model has been downloaded" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"expected a folder in Hugging Face format"):
         plan.memory_gib(Config(model=Model(path=str(tmp_path))))
+
+
+def test_the_plan_knows_the_limits_of_the_parts():
+    """It states them again, because importing the parts would load torch."""
+    import inspect
+
+    from fastturn.kernels import rows
+    from fastturn.sampler.local import LocalSampler
+
+    assert plan.HEAD_BYTES == rows.CHUNK_BYTES
+    defaults = inspect.signature(LocalSampler).parameters
+    assert defaults["resident_tokens"].default == plan.RESIDENT_TOKENS
+    assert defaults["store_gib"].default == plan.STORE_GIB

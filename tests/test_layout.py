@@ -208,7 +208,7 @@ def test_no_machine_paths_or_index_hosts():
     places = ("work", "root", "home", "opt", "Users")
     path = re.compile(r"(?<![\w.}~/-])/(" + "|".join(places) + r")/\w")
     host = re.compile(
-        "|".join(("py" + "pi.org", "pythonhosted", "index" + "-url", "find" + "-links"))
+        "|".join(("py" + "pi.org", "python" + "hosted", "index" + "-url", "find" + "-links"))
     )
     found = []
     for file in tracked():
