@@ -210,7 +210,8 @@ class Renderer:
         said = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         first = said[0] if said else len(messages)
         conversation = self.start(messages[:first])
-        for here, after in zip(said, [*said[1:], len(messages)], strict=True):
+        ends = [*said[1:], len(messages)][: len(said)]
+        for here, after in zip(said, ends, strict=True):
             action_A = self.encode_action(messages[here]["content"])
             conversation = self.advance(conversation, action_A, messages[here + 1 : after])
         return conversation.context_T
@@ -361,7 +362,8 @@ class _Template:
         self._described = False  # tools go into the system message, the template ignores them
         self._tool_role = True
         self._cache: dict[Any, list[Ids]] = {}
-        user = [{"role": "user", "content": _stand_in(0)}]
+        user = [_message("user", 0)]
+        self._cut(user)
         self._find_support(user, notes)
         self._find_generation(user)
         self._find_stops()
