@@ -8,9 +8,9 @@ Ctrl-C (everything is saved, `--resume` continues).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,9 @@ KNOWN_ERRORS = (
     ("fastturn.config", "ConfigError", BAD_INPUT),
     ("fastturn.envs.base", "DomainError", BAD_INPUT),
     ("fastturn.render", "TemplateError", BAD_INPUT),
+    ("fastturn.render", "TemplateError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
+    ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),
@@ -154,11 +156,11 @@ def _train(options: argparse.Namespace) -> int:
 
     try:
         train(config, recipe, out, resume)
-    finally:
-        if not was_there:
-            # A run that failed before its first file leaves no empty folder behind.
-            with contextlib.suppress(OSError):
-                out.rmdir()
+    except ValueError as error:
+        # Bad input that only the run could find: the corrected command may use the same folder.
+        if _status(error) == BAD_INPUT and not was_there and not _has_records(out):
+            shutil.rmtree(out, ignore_errors=True)
+        raise
     return 0
 
 
@@ -180,6 +182,11 @@ def _recipe(name: str) -> Config:
 
 def _holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN_FILES)
+
+
+def _has_records(folder: Path) -> bool:
+    file = folder / "records.jsonl"
+    return file.exists() and file.stat().st_size > 0
 
 
 def _run_folder(out: Path | None, resume: bool, config: Config) -> Path:

@@ -139,16 +139,24 @@ def test_out_that_is_a_file(trained, tmp_path, capsys):
     assert not trained
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_run_that_fails_at_once_leaves_no_empty_folder(kept, trained, monkeypatch, capsys):
-    def train(*arguments: object) -> None:
+@pytest.mark.parametrize(
+    ("before", "records", "stays"), [(False, "", False), (False, "{}\n", True), (True, "", True)]
+)
+def test_bad_input_found_by_the_run_leaves_no_folder(
+    before, records, stays, trained, monkeypatch, capsys
+):
+    """Unless the folder was there before, or training had begun."""
+
+    def train(config: Config, recipe: Config, out: Path, resume: bool) -> None:
+        (out / "config.json").write_text("{}")
+        (out / "records.jsonl").write_text(records)
         raise ConfigError("data.path='': expected tasks")
 
     monkeypatch.setattr("fastturn.trainer.train", train)
-    if kept:
+    if before:
         Path("run").mkdir()
     assert "data.path" in fails(capsys, "train", "quickstart", "--out", "run")
-    assert Path("run").exists() is kept
+    assert Path("run").exists() is stays
 
 
 def test_a_failed_run_and_a_defect_have_different_ends(trained, monkeypatch, capsys):
