@@ -157,7 +157,7 @@ def _scale(axes: Any, axis: Axis, values: Sequence[float]) -> None:
     else:
         room = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
         low = low if axis.least and low == axis.least[0] else low - room
-        high = high if axis.least and high == axis.least[1] else high + room
+        high = high if axis.least and low < high == axis.least[1] else high + room
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         percent = axis.scale == "percent"
         axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _number))

@@ -54,6 +54,7 @@ SPANS: dict[str, str] = {
 TIMING_KEYS = frozenset({"spans", "wall_s", "cpu_s", "tokens_per_s", "time"})
 TRACKERS = ("tensorboard", "wandb", "trackio", "none")
 NONFINITE = "nonfinite_values"  # the event that counts NaN and Inf written as null
+_PLACE_KEYS = frozenset({"time", "iteration", "stage", "step"})  # where a record lies: no curves
 _PACKAGES = ("torch", "transformers", "numpy", "fastturn")
 
 
@@ -430,7 +431,7 @@ def _import(module: str, tracker: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"trackers={tracker!r}: the package {tracker} is not installed ({error}); "
+            f"trackers={tracker!r}: the package {tracker} is missing or broken ({error}); "
             f"run `pip install {tracker}`, or set trackers=none"
         ) from error
 
@@ -438,17 +439,21 @@ def _import(module: str, tracker: str) -> Any:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record under "kind/name" and "kind/name/inner name".
 
-    Example: `{"kind": "stage", "loss": 1, "counts": {"cut": 2}}` gives
-    `{"stage/loss": 1.0, "stage/counts/cut": 2.0}`. An evaluation's split is part of its name:
-    "eval/during/success".
+    A stage's turn index and an evaluation's split are part of the name, because their records
+    share a step: "stage/turn 2/loss", "eval/during/success".
+    Example: `{"kind": "iteration", "success": .5, "endings": {"turns": 2}}` gives
+    `{"iteration/success": .5, "iteration/endings/turns": 2.0}`.
     """
-    kind = str(record["kind"])
-    prefix = f"{kind}/{record['split']}" if isinstance(record.get("split"), str) else kind
+    prefix = str(record["kind"])
+    if isinstance(record.get("split"), str):
+        prefix += f"/{record['split']}"
+    if isinstance(record.get("stage"), int):
+        prefix += f"/turn {record['stage']}"
     found: dict[str, float] = {}
     for key, value in record.items():
         inner = value if isinstance(value, Mapping) else {None: value}
         for name, number in inner.items():
-            if isinstance(number, int | float) and key != "time":
+            if isinstance(number, int | float) and key not in _PLACE_KEYS:
                 tag = f"{prefix}/{key}" if name is None else f"{prefix}/{key}/{name}"
                 found[tag] = float(number)
     return found

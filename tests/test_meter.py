@@ -482,5 +482,13 @@ def test_hosted_trackers_get_scalars_and_one_run_over_a_resume(
 
 
 def test_scalars_leave_out_text_and_null() -> None:
-    record = {"kind": "stage", "loss": None, "note": "x", "skipped": True, "n": [1], "time": 5.0}
-    assert scalars(record) == {"stage/skipped": 1.0}
+    record = {"kind": "warm", "loss": None, "note": "x", "skipped": True, "n": [1], "time": 5.0}
+    assert scalars(record) == {"warm/skipped": 1.0}
+
+
+def test_stages_of_one_iteration_are_curves_of_their_own() -> None:
+    stages = [{"kind": "stage", "iteration": 4, "stage": k, "loss": 0.5 + k} for k in (1, 0)]
+    assert [scalars(record) for record in stages] == [
+        {"stage/turn 1/loss": 1.5},
+        {"stage/turn 0/loss": 0.5},
+    ]

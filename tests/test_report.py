@@ -344,7 +344,11 @@ def test_chart_without_points_is_no_chart() -> None:
     assert area_chart([], []) == ""
 
 
-@pytest.mark.parametrize("axis", [Axis(), Axis("percent"), Axis("log"), Axis(least=(0.0, 1.0))])
+AXES = [Axis(), Axis("percent"), Axis("log"), Axis(least=(0.0, 1.0)), Axis(least=(0.0, 0.0))]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("y", [[0.0], [1e-30, 5.0], [-2.0, -2.0, None, 7.0]])
 def test_chart_follows_the_theme_and_holds_its_points(axis: Axis, y: list[float | None]) -> None:
     svg = line_chart([Line("a", list(range(len(y))), y, color=1)], axis)
