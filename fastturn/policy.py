@@ -199,8 +199,15 @@ class Policy(nn.Module):
     def _configured(cls, config: Config, model: PreTrainedModel) -> Policy:
         policy = cls(model, config.attention)
         if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.checkpoint_activations()
         return policy
+
+    def checkpoint_activations(self) -> None:
+        """Recompute every layer in the backward pass instead of keeping its activations."""
+        model = self.model
+        # transformers renamed the switch in 5.2x; the old name warns where the new one exists.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
     @property
     def device(self) -> torch.device:

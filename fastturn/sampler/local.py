@@ -248,6 +248,8 @@ class LocalSampler:
         uniform_RS = self._tensor(rows.uniform_RS)
         logits_RV = head.logits(hidden_GD)[self._tensor(rows.group_R)]
         token_R = rows.draw(row_R, logits_RV, uniform_RS[:, 0])
+        for group in np.unique(rows.group_R[~rows.live_R]).tolist():  # these take no place
+            self.store.insert(contexts[group], slots_G[group])
         attend = DecodeAttention(_blocks(rows, slots_G, self.policy.device), self.store)
         position_R = self._tensor(length_R)
         ended = True  # some row ended at the last draw
