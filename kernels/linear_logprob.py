@@ -1,8 +1,8 @@
 """Log-probability and entropy of sampled actions, differentiable by any upstream gradient.
 
     z = softcap(h · Wᵀ + b) / temperature
-    logprob_a = z[y_a] − logsumexp(z),  H = −Σ p log p
-    dZ = Σ_a g_a · onehot(y_a) − (Σ_a g_a) · p − (Σ_a e_a) · p · (log p + H)
+    logprob_a = z[y_a] - logsumexp(z),  H = -Σ p log p
+    dZ = Σ_a g_a · onehot(y_a) - (Σ_a g_a) · p - (Σ_a e_a) · p · (log p + H)
 
 with g, e the upstream gradients of logprob_A and entropy_A, summed over the actions of a row.
 Upstream gradients are not known in the forward pass, so backward computes each chunk of logits
@@ -39,7 +39,7 @@ def linear_logprob(
     float64 inputs); never more than one chunk of logits exists.
 
     Arguments and errors are those of `turn_surrogate`. Example: logits [0, 0] and action 1 give
-    (−0.693, 0.693).
+    (-0.693, 0.693).
     """
     check_head(hidden_RD, head_VD, action_A, row_A, temperature, bias_V, softcap)
     run = choose(impl, IMPLEMENTATIONS, hidden_RD.device)
@@ -57,8 +57,7 @@ def _torch(
 ) -> tuple[Tensor, Tensor]:
     if row_A is None:
         row_A = torch.arange(len(action_A), device=action_A.device)
-    options = (temperature, softcap)
-    return _LinearLogprob.apply(hidden_RD, head_VD, bias_V, action_A, row_A, options)
+    return _LinearLogprob.apply(hidden_RD, head_VD, bias_V, action_A, row_A, temperature, softcap)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -76,10 +75,11 @@ class _LinearLogprob(torch.autograd.Function):
         bias_V: Tensor | None,
         action_A: Tensor,
         row_A: Tensor,
-        options: tuple[float, float | None],
+        temperature: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         live = Live.of(action_A, row_A)
-        head = Head(head_VD, bias_V, *options, len(live.row_R))
+        head = Head(head_VD, bias_V, temperature, softcap, len(live.row_R))
         logprob_A, entropy_A = (
             torch.empty(len(action_A), dtype=head.wide, device=head_VD.device) for _ in "le"
         )
@@ -91,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
             logprob_A[of] = shifted_A - sum_C.log()[chunk.slot_A]
             entropy_A[of] = entropy_C[chunk.slot_A]
         ctx.save_for_backward(hidden_RD, head_VD, bias_V, action_A, row_A)
-        ctx.options = options
+        ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)
         return logprob_A, entropy_A
 
@@ -99,7 +99,7 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         glogprob_A, gentropy_A = upstream
         if glogprob_A is None and gentropy_A is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden_RD, head_VD, bias_V, action_A, row_A = ctx.saved_tensors
         live_A = torch.zeros_like(action_A, dtype=torch.bool)
         for g in upstream:
@@ -107,7 +107,7 @@ class _LinearLogprob(torch.autograd.Function):
                 live_A |= g != 0
         glogprob_L, gentropy_L = (None if g is None else g[live_A] for g in upstream)
         live = Live.of(action_A[live_A], row_A[live_A])
-        head = Head(head_VD, bias_V, *ctx.options, len(live.row_R))
+        head = Head(head_VD, bias_V, ctx.temperature, ctx.softcap, len(live.row_R))
         gradients = Gradients(hidden_RD, head_VD, bias_V, ctx.needs_input_grad[:3])
         for chunk in live.chunks(head.chunk, head.tile):
             x_CD = head.hidden(hidden_RD, chunk.row_C)
@@ -115,7 +115,7 @@ class _LinearLogprob(torch.autograd.Function):
             glogprob, gentropy = (None if g is None else g[of] for g in (glogprob_L, gentropy_L))
             dz_CV = _chunk_gradient(head, chunk, x_CD, glogprob, gentropy)
             gradients.add(head, chunk.row_C, dz_CV, x_CD)
-        return *gradients.result(), None, None, None
+        return *gradients.result(), None, None, None, None
 
 
 def _chunk_gradient(

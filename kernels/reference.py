@@ -4,9 +4,9 @@ Nothing here is fast and nothing is saved on purpose: autograd differentiates wh
 arguments are as in the public ops; half-precision matmuls are rounded once and continue in float32.
 
     z = softcap(hidden · headᵀ + bias) / temperature
-    logprob = z[action] − logsumexp(z)          entropy = −Σ p log p, 0 · (−inf) = 0
-    loss = Σ_a weight_a [ −min(ρA, clip(ρ)A) + kl_coef · (exp(d) − d − 1) ]
-    visible(q, k) = k <= q < end[k] and (no window or position[q] − position[k] < window)
+    logprob = z[action] - logsumexp(z)          entropy = -Σ p log p, 0 · (-inf) = 0
+    loss = Σ_a weight_a [ -min(ρA, clip(ρ)A) + kl_coef · (exp(d) - d - 1) ]
+    visible(q, k) = k <= q < end[k] and (no window or position[q] - position[k] < window)
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class Head:
         return x_CD
 
     def exponentials(self, x_CD: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """exp_CV = exp(z − max) in the shared buffer, sum_C, the entropy_C of each row, and
-        shifted_A = z[label] − max of each action."""
+        """exp_CV = exp(z - max) in the shared buffer, sum_C, the entropy_C of each row, and
+        shifted_A = z[label] - max of each action."""
         z_CV = self._z[: len(x_CD)]
         self._matmul(x_CD, self.head_VD.T, z_CV)
         sum_C, dot_C = (torch.empty(len(x_CD), dtype=self.wide, device=z_CV.device) for _ in "sd")
@@ -169,10 +169,10 @@ class Head:
             z_V, product_V = z_CV[r0:r1], self._scratch[: r1 - r0]
             self._finish(z_V, r0, r1)
             top = z_V.amax(1, keepdim=True)
-            top.masked_fill_(top == -torch.inf, 0)  # nothing finite: −inf − (−inf) would be NaN
+            top.masked_fill_(top == -torch.inf, 0)  # nothing finite: -inf - (-inf) would be NaN
             z_V.sub_(top)
             shifted_A[a0:a1] = z_V[chunk.slot_A[a0:a1] - r0, chunk.label_A[a0:a1]]
-            torch.clamp(z_V, min=lowest, out=product_V)  # 0 · (−inf) below
+            torch.clamp(z_V, min=lowest, out=product_V)  # 0 · (-inf) below
             z_V.exp_()
             torch.sum(z_V, 1, out=sum_C[r0:r1])
             product_V.mul_(z_V)
@@ -211,8 +211,8 @@ class Head:
     def keep_entropy(
         self, exp_CV: Tensor, sum_C: Tensor, entropy_C: Tensor, total_C: Tensor, gain_C: Tensor
     ) -> Tensor:
-        """p · (−total − gain · (log p + entropy)) / temperature (· slope), in place."""
-        lowest = torch.finfo(self.wide).tiny  # p = 0: 0 · log(tiny), not 0 · (−inf)
+        """p · (-total - gain · (log p + entropy)) / temperature (· slope), in place."""
+        lowest = torch.finfo(self.wide).tiny  # p = 0: 0 · log(tiny), not 0 · (-inf)
         shift_C, over_C = entropy_C - sum_C.log(), 1 / (sum_C * self.temperature)
         for start in range(0, len(exp_CV), self.tile):
             at = slice(start, min(start + self.tile, len(exp_CV)))
@@ -297,10 +297,10 @@ def label_gradient(
     total_A: Tensor,
     shared: bool,
 ) -> Tensor:
-    """dZ at the labels `at` (row, id): −C · expm1(logp) − (S − C) · p, where C sums `coef_A` over
+    """dZ at the labels `at` (row, id): -C · expm1(logp) - (S - C) · p, where C sums `coef_A` over
     the actions of one row and one label, and S = `total_A` over all of the row's actions.
 
-    p − 1 comes from expm1, never from p already rounded. Equal entries get equal values, so the
+    p - 1 comes from expm1, never from p already rounded. Equal entries get equal values, so the
     caller may write them in any order. The places `at` of `dz_CV` are overwritten if `shared`.
     """
     same_A = coef_A

@@ -1,6 +1,6 @@
 """Attention over packed trees, block-sparse: one integer per token is the whole mask.
 
-    visible(q, k) = k <= q < end[k]     (and position[q] − position[k] < window)
+    visible(q, k) = k <= q < end[k]     (and position[q] - position[k] < window)
     out_q = Σ_k softmax_k(scale · q·k) v_k over the visible keys
 
 `TreePlan` cuts the tokens into tiles once per packed batch; all layers share it. A tile is a block
@@ -31,7 +31,7 @@ from torch import Tensor
 from . import reference
 from .dispatch import check_float, check_index, check_number, choose
 
-BLOCK = 128
+BLOCK = 64  # queries of a tile of a larger tree
 SMALL = 128  # trees up to this many tokens are one tile
 BATCH = 1 << 17  # most query-key pairs of a batch of small trees
 STEP = 16  # small trees are padded to multiples of this
@@ -179,7 +179,7 @@ def tree_attention(
     Example: end_T = [3, 2, 3] lets token 2 see tokens 0 and 2 but not its sibling 1; with equal
     scores out[2] = (v[0] + v[2]) / 2.
     """
-    tokens, heads, width = _check(q_THE, k_TKE, v_TKE, end_T, plan, window)
+    width = _check(q_THE, k_TKE, v_TKE, end_T, plan, window)
     run = choose(impl, IMPLEMENTATIONS, q_THE.device)
     scale = width**-0.5 if scale is None else scale
     return run(q_THE, k_TKE, v_TKE, end_T, scale, window, position_T, plan)
@@ -192,7 +192,7 @@ def _check(
     end_T: Tensor,
     plan: TreePlan | None,
     window: int | None,
-) -> tuple[int, int, int]:
+) -> int:
     check_float("q_THE", q_THE, (None, None, None), q_THE)
     tokens, heads, width = q_THE.shape
     check_float("k_TKE", k_TKE, (tokens, None, width), q_THE)
@@ -210,7 +210,7 @@ def _check(
             f"plan: expected one for {tokens} tokens and window {window}, "
             f"got {plan.tokens} tokens and window {plan.window}"
         )
-    return tokens, heads, width
+    return int(width)
 
 
 def _torch(

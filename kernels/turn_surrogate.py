@@ -1,11 +1,11 @@
 """Clipped policy-gradient loss of the output layer, forward and gradient in one pass.
 
-    z = softcap(h · Wᵀ + b) / temperature          logprob_a = z[y_a] − logsumexp(z)
-    ρ_a = exp(clamp(logprob_a − behavior_a, ±10))  d_a = clamp(reference_a − logprob_a, ±10)
-    loss = Σ_a w_a [ −min(ρ_a A_a, clip(ρ_a, 1 − clip_low, 1 + clip_high) A_a)
-                     + kl_coef (exp(d_a) − d_a − 1) ]
+    z = softcap(h · Wᵀ + b) / temperature          logprob_a = z[y_a] - logsumexp(z)
+    ρ_a = exp(clamp(logprob_a - behavior_a, ±10))  d_a = clamp(reference_a - logprob_a, ±10)
+    loss = Σ_a w_a [ -min(ρ_a A_a, clip(ρ_a, 1 - clip_low, 1 + clip_high) A_a)
+                     + kl_coef (exp(d_a) - d_a - 1) ]
     c_a = ∂loss/∂logprob_a,  S = Σ c over the actions of one hidden row
-    dZ = Σ_a c_a · onehot(y_a) − S · p,  dh = dZ W / temperature,  dW = dZᵀ h / temperature
+    dZ = Σ_a c_a · onehot(y_a) - S · p,  dh = dZ W / temperature,  dW = dZᵀ h / temperature
 
 The loss is inside, so c_a is known as soon as a chunk has its log-probabilities: the chunk's logits
 turn into dZ where they lie and nothing is recomputed. 6·R·D·V floating-point operations (R rows
@@ -102,10 +102,10 @@ def turn_surrogate(
     row_A        int64, non-decreasing: the row of hidden_RD each action is scored on; None means
                  action a on row a. Actions of one row share one softmax.
     behavior_A   log-probabilities under the policy that sampled; None: the current ones, detached
-                 (ratio exactly 1, gradient −A·w)
+                 (ratio exactly 1, gradient -A·w)
     advantage_A, weight_A   the loss is Σ weight · (...): normalisers are already in the weights
     reference_A  log-probabilities under the reference policy; needed when kl_coef > 0
-    bias_V       added to the logits, −inf forbids an id; softcap: z → softcap · tanh(z / softcap)
+    bias_V       added to the logits, -inf forbids an id; softcap: z → softcap · tanh(z / softcap)
 
     An action is scored unless its weight is 0, or its advantage is 0 while kl_coef is 0. Actions
     that are not scored cost nothing, contribute exactly nothing, may hold NaN anywhere but in
@@ -115,8 +115,8 @@ def turn_surrogate(
     [0, V), a non-finite weight, or a non-finite number of a scored action. Source: the RTPO
     objective (clipped surrogate of Schulman et al. 2017, k3 estimator of Schulman 2020).
 
-    Example: logits [0, 0], action 0, behaviour log ½, advantage 1, weight 1 give loss −1,
-    logprob −0.693, entropy 0.693 and dloss/dlogits = [−½, ½].
+    Example: logits [0, 0], action 0, behaviour log ½, advantage 1, weight 1 give loss -1,
+    logprob -0.693, entropy 0.693 and dloss/dlogits = [-½, ½].
     """
     check_head(hidden_RD, head_VD, action_A, row_A, temperature, bias_V, softcap)
     run = choose(impl, IMPLEMENTATIONS, hidden_RD.device)
@@ -364,20 +364,19 @@ class _Pass:
         slot_A = chunk.slot_A
         live_C = torch.zeros(len(x_CD), dtype=torch.bool, device=x_CD.device)
         live_C[slot_A[coef_A != 0]] = True
-        row_N: Tensor | None = live_C.nonzero().squeeze(1)
-        count = len(row_N)
+        kept_N = live_C.nonzero().squeeze(1)
+        count, row_N = len(kept_N), None
         if count == 0:
             return
         total_C = torch.zeros_like(sum_C).index_add_(0, slot_A, coef_A)
-        place_A = slot_A
+        place_A, label_A = slot_A, chunk.label_A
         if count < len(chunk.row_C):  # rows without a coefficient leave here
             inside_A = live_C[slot_A]
-            slot_A, label_A = slot_A[inside_A], chunk.label_A[inside_A]
+            slot_A, label_A = slot_A[inside_A], label_A[inside_A]
             logprob_A, coef_A = logprob_A[inside_A], coef_A[inside_A]
             place_A = (live_C.cumsum(0) - 1)[slot_A]
+            row_N = kept_N
             x_CD = self.head.hidden(self.hidden_RD, chunk.row_C[row_N])
-        else:
-            label_A, row_N = chunk.label_A, None
         total_A = total_C[slot_A]
         scale_C = -total_C / (sum_C * self.settings.temperature)
         dz_NV = self.head.keep(exp_CV, scale_C, row_N, count)
