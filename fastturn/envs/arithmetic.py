@@ -18,7 +18,7 @@ from fastturn.envs.tools import Tool, ToolError
 Number = int | float
 
 MAX_CHARS = 200  # length of an expression
-MAX_DEPTH = 20  # nesting of an expression
+MAX_DEPTH = 100  # nesting of an expression (a sum of n terms nests n deep)
 MAX_DIGITS = 40  # digits of any integer on the way
 _BOUND = 10**MAX_DIGITS
 _ALPHABET = re.compile(r"[0-9eE+\-*/%(). \t\n]*")

@@ -25,7 +25,7 @@ from fastturn.envs.tools import Grade, ToolEnv, ToolError
 
 TRAIN_TASKS = 1_000_000  # tasks are made when they are asked for
 _EVAL_SEED = "held-out"  # the same held-out tasks for every run, whatever its seed
-_STEP = re.compile(r"\s*\d+(?:\.\d+)?\s*[-+*/]\s*\d+(?:\.\d+)?\s*")
+_STEP = re.compile(r"\s*-?\d+(?:\.\d+)?\s*[-+*/]\s*-?\d+(?:\.\d+)?\s*")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _INSTRUCTIONS = (
     "Work from left to right: the result of each step is the input of the next. Call the "
