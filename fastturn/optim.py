@@ -7,6 +7,7 @@ biases and embeddings take neither.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ class Optimizers:
             "schedules": [schedule.state_dict() for schedule in self.schedules],
         }
 
-    def load_state_dict(self, state: dict[str, list[dict]]) -> None:  # type: ignore[type-arg]
+    def load_state_dict(self, state: dict[str, list[dict[str, Any]]]) -> None:
         for member, saved in zip(self.members, state["members"], strict=True):
             member.load_state_dict(saved)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
@@ -59,8 +60,9 @@ class Optimizers:
 def training_optimizer(model: nn.Module, config: Optim) -> Optimizers:
     """AdamW with linear warm-up; weight decay on matrices only."""
     matrices, rest = split_parameters(model)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(
-        [{"params": matrices}, {"params": rest, "weight_decay": 0.0}],
+        groups,
         lr=config.lr,
         betas=(0.9, config.beta2),
         weight_decay=config.weight_decay,
@@ -86,7 +88,8 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     tables = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     } | {id(parameter) for name, parameter in model.named_parameters() if "lm_head" in name}
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             whole = parameter.ndim == 2 and id(parameter) not in tables

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from safetensors.torch import load_model
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fastturn import checkpoint
 from fastturn.config import Config, as_dict
@@ -144,7 +145,7 @@ def open_run(
     Raises `RunError` when `out` already holds a run (without `resume`), holds none (with it), or
     holds one of another configuration (the differing keys are named).
     """
-    claim(out, config, recipe, resume)
+    check_folder(out, config, resume)
     torch.set_num_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # the run has its own
     newest = checkpoint.latest(out / "checkpoints") if resume else None
@@ -163,11 +164,13 @@ def open_run(
             run.trunks = trunks
             if newest is not None:
                 _restore(run, state, newest)
+            # Last, so that a folder holds a run only if its data and model could be opened.
+            write_json(out / "config.json", {"config": as_dict(config), "recipe": as_dict(recipe)})
         yield run
 
 
-def claim(out: Path, config: Config, recipe: Config, resume: bool) -> None:
-    """Make `out` this run's folder, or say why it cannot be."""
+def check_folder(out: Path, config: Config, resume: bool) -> None:
+    """`RunError` when `out` cannot be this run's folder."""
     path = out / "config.json"
     if resume:
         differing = changed_keys(path, config)
@@ -182,7 +185,6 @@ def claim(out: Path, config: Config, recipe: Config, resume: bool) -> None:
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"config": as_dict(config), "recipe": as_dict(recipe)})
     except OSError as error:
         raise RunError(f"cannot write to {out}: {error}; choose another --out") from error
 
@@ -218,9 +220,7 @@ def _build(
     if config.model.path:
         policy, tokenizer = Policy.load(config)
     else:
-        tokenizer = build_tokenizer(
-            episode_texts(domain, TOKENIZER_EPISODES, config.turns), config.model.vocabulary
-        )
+        tokenizer = _own_tokenizer(config, domain, out / "tokenizer")
         policy = Policy.build(config, tokenizer)
     policy.to(device)
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
@@ -232,6 +232,20 @@ def _build(
     return Run(
         config, out, domain, tokenizer, policy, learner, rollout, meter, progress, cursor
     )  # fmt: skip
+
+
+def _own_tokenizer(config: Config, domain: Domain, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model built in the run; kept in the run's folder, because ids must mean
+    the same after a resume whatever has happened to the code that made it."""
+    if not folder.exists():
+        texts = episode_texts(domain, TOKENIZER_EPISODES, config.turns)
+        tokenizer = build_tokenizer(texts, config.model.vocabulary)
+
+        def write(part: Path) -> None:
+            tokenizer.save_pretrained(part)
+
+        checkpoint.atomic_folder(folder, write)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _restore(run: Run, state: dict[str, Any], folder: Path) -> None:

@@ -201,7 +201,7 @@ def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") 
         tally[f"{prefix}return"] += episode.discounted_return()  # type: ignore[assignment]
         tally[f"{prefix}turns"] += len(episode.turns)
         tally[f"{prefix}action_tokens"] += episode.tokens_sampled
-        tally[f"ending_{episode.ending}"] += 1
+        tally[f"{prefix}ending_{episode.ending}"] += 1
 
 
 def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def warn_truncation(run: Run, share: float) -> None:
 
 
 def stop_if_asked(run: Run) -> None:
-    """After Ctrl-C: save, say how to go on, and leave."""
+    """After Ctrl-C (which lets the step in hand finish): save, say how to go on, and leave."""
     if not run.stop.is_set():
         return
     run.save()
@@ -328,8 +328,7 @@ def interruptible(run: Run) -> Iterator[None]:
     def ask(signum: int, frame: object) -> None:
         if run.stop.is_set():
             raise KeyboardInterrupt
-        run.stop.set()
-        run.progress.say("stopping after the step in hand (Ctrl-C again: at once)")
+        run.stop.set()  # nothing is printed here: the signal may have come in the middle of a print
 
     before = signal.signal(signal.SIGINT, ask)
     try:
