@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fastturn.config import Config, ConfigError
 from fastturn.envs import BadCall, Message, ToolCall, load_domain
-from fastturn.render import Conversation, Renderer, TemplateError, common_prefix, list_calls
+from fastturn.render import Conversation, Renderer, common_prefix, list_calls
+from fastturn.template import TemplateError
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.types import Ids
 
@@ -323,6 +324,33 @@ def test_results_become_user_messages_without_a_tool_role() -> None:
     assert "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>" in text(
         renderer, after.context_T
     )
+
+
+STRICT = """\
+{%- for m in messages %}
+{%- if m.role != ['user', 'assistant'][loop.index0 % 2] %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_a_template_of_alternating_roles_only() -> None:
+    tokenizer = copy.deepcopy(TOKENIZERS["chatml"])
+    tokenizer.chat_template = STRICT
+    renderer = Renderer(tokenizer, [SCHEMA])
+    assert len(renderer.notes) == 3  # no system, no tool messages, tools ignored
+    start = renderer.start([{"role": "system", "content": "Be brief."}, user("q")])
+    shown = text(renderer, start.context_T)
+    assert shown.startswith("<|im_start|>user\nBe brief.\n\nYou can use these tools")
+    assert shown.endswith("message.\n\nq<|im_end|>\n<|im_start|>assistant\n")
+    after = renderer.advance(start, renderer.encode_action("a"), [tool("6"), tool("7")])
+    assert text(renderer, after.context_T).endswith(
+        "a<|im_end|>\n<|im_start|>user\n<tool_response>\n6\n</tool_response>\n<tool_response>\n7\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        renderer.advance(start, renderer.encode_action("a"), [tool("6"), user("go on")])
 
 
 def test_a_prompt_that_opens_thinking() -> None:
