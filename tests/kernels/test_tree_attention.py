@@ -1,0 +1,185 @@
+"""Laws of tree attention: equal to the dense mask, forward and backward, for any tree."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastturn.kernels import TreePlan, tree_attention
+
+MODULE = sys.modules["fastturn.kernels.tree_attention"]
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+def forest(trees: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """(end_T, position_T) of trees given as [context, sibling, sibling, ...] token counts."""
+    end: list[int] = []
+    position: list[int] = []
+    for context, *siblings in trees:
+        stop = len(end) + context + sum(siblings)
+        end += [stop] * context
+        position += range(context)
+        for count in siblings:
+            end += [len(end) + count] * count
+            position += range(context, context + count)
+    return torch.tensor(end, dtype=torch.int64), torch.tensor(position, dtype=torch.int64)
+
+
+def inputs(tokens: int, heads: int, keys: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    sizes = (heads, keys, keys)
+    return [torch.randn(tokens, n, width, dtype=DOUBLE).to(dtype).requires_grad_() for n in sizes]
+
+
+def run(qkv: list[Tensor], end_T: Tensor, impl: str, **options: Any) -> list[Tensor]:
+    """Output and the three gradients for one fixed upstream gradient."""
+    out = tree_attention(*qkv, end_T, impl=impl, **options)
+    upstream = torch.sin(torch.arange(out.numel(), dtype=DOUBLE)).view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+
+
+def assert_equal_to_reference(qkv: list[Tensor], end_T: Tensor, **options: Any) -> None:
+    plain = {k: v for k, v in options.items() if k != "plan"}
+    for got, want in zip(
+        run(qkv, end_T, "torch", **options), run(qkv, end_T, "reference", **plain), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@st.composite
+def nested_ends(draw: st.DrawFn) -> list[int]:
+    """Any nesting: each token closes at or before the innermost interval that is still open."""
+    tokens = draw(st.integers(1, 60))
+    end: list[int] = []
+    open_: list[int] = [tokens]
+    for t in range(tokens):
+        while open_[-1] <= t:
+            open_.pop()
+        end.append(draw(st.one_of(st.just(open_[-1]), st.integers(t + 1, open_[-1]))))
+        open_.append(end[-1])
+    return end
+
+
+@settings(max_examples=40, deadline=None)
+@given(nested_ends(), st.sampled_from([(2, 1), (3, 3), (4, 2)]), st.sampled_from([None, 1, 7]))
+def test_any_tree(end: list[int], heads: tuple[int, int], window: int | None) -> None:
+    end_T = torch.tensor(end)
+    qkv = inputs(len(end), *heads, 4, DOUBLE)
+    small = MODULE.SMALL, MODULE.BLOCK
+    try:
+        for MODULE.SMALL, MODULE.BLOCK in (small, (8, 8)):
+            assert_equal_to_reference(qkv, end_T, window=window)
+    finally:
+        MODULE.SMALL, MODULE.BLOCK = small
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 127, 128, 129, 300])
+def test_one_chain_of_any_length(tokens: int) -> None:
+    end_T = torch.full((tokens,), tokens, dtype=torch.int64)
+    assert_equal_to_reference(inputs(tokens, 4, 2, 8, DOUBLE), end_T)
+
+
+@pytest.mark.parametrize("window", [None, 20, 100])
+def test_shared_context_with_siblings(window: int | None) -> None:
+    """Windows are measured in positions: siblings restart behind their context."""
+    end_T, position_T = forest([[150, 40, 70, 1], [30], [3, 5, 5], [200, 10]])
+    plan = TreePlan(end_T, window, position_T)
+    qkv = inputs(len(end_T), 6, 3, 8, DOUBLE)
+    assert_equal_to_reference(qkv, end_T, window=window, position_T=position_T, plan=plan)
+
+
+def test_padding_tokens_see_themselves_only() -> None:
+    end_T, _ = forest([[140, 5]])
+    end_T = torch.cat([end_T, torch.arange(146, 156)])
+    qkv = inputs(len(end_T), 2, 1, 4, DOUBLE)
+    out = run(qkv, end_T, "torch")[0]
+    torch.testing.assert_close(out[145:], qkv[2][145:].detach().expand(-1, 2, -1))
+    assert_equal_to_reference(qkv, end_T)
+
+
+def test_scale() -> None:
+    end_T, _ = forest([[20, 5]])
+    assert_equal_to_reference(inputs(25, 2, 2, 4, DOUBLE), end_T, scale=0.1)
+
+
+def test_gradcheck() -> None:
+    end_T, _ = forest([[4, 2, 3], [2]])
+    qkv = inputs(11, 4, 2, 3, DOUBLE)
+    assert torch.autograd.gradcheck(lambda q, k, v: tree_attention(q, k, v, end_T), qkv)
+
+
+def test_views_and_strides() -> None:
+    """Inputs that are views into one projection, as models pass them."""
+    end_T, _ = forest([[140, 9, 9]])
+    tokens = len(end_T)
+    whole = torch.randn(tokens, 8, 4, dtype=DOUBLE, requires_grad=True)
+    grads = []
+    for impl in ("torch", "reference"):
+        q, k, v = whole.split([4, 2, 2], dim=1)
+        out = tree_attention(q, k, v, end_T, impl=impl).transpose(0, 1)
+        grads.append(torch.autograd.grad(out.cos().sum(), whole)[0])
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_no_less_accurate_than_attention_per_branch(dtype: torch.dtype) -> None:
+    """Against float64: at most the error of one plain attention call for each whole branch."""
+    context, counts = 160, [40, 30, 50]
+    end_T, _ = forest([[context, *counts]])
+    qkv = inputs(len(end_T), 4, 2, 16, dtype)
+    truth = run([x.detach().double().requires_grad_() for x in qkv], end_T, "reference")
+    upstream = torch.sin(torch.arange(truth[0].numel(), dtype=DOUBLE)).view(truth[0].shape)
+    outs, start = [], context
+    for number, count in enumerate(counts):
+        own = torch.arange(start, start + count)
+        index = torch.cat([torch.arange(context), own])
+        q, k, v = (x[index].transpose(0, 1).unsqueeze(0) for x in qkv)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        outs.append(out if number == 0 else out[context:])
+        start += count
+    branch = torch.cat(outs)
+    plain = [branch.detach(), *torch.autograd.grad(branch, qkv, upstream.to(dtype))]
+    for got, peer, want in zip(run(qkv, end_T, "torch"), plain, truth, strict=True):
+        errors = [float((x.double() - want).abs().max()) for x in (got, peer)]
+        assert errors[0] <= 1.5 * errors[1] + 8 * torch.finfo(SINGLE).eps
+
+
+def test_no_tile_pays_for_invisible_keys() -> None:
+    """Scores computed for a context of 512 and 8 siblings of 64: little above the visible ones."""
+    end_T, _ = forest([[512] + [64] * 8])
+    visible = 512 * 513 // 2 + 8 * (64 * 512 + 64 * 65 // 2)
+    computed = sum(t.count * t.queries * t.keys for t in TreePlan(end_T).tiles)
+    assert visible <= computed <= 1.15 * visible
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"end_T": torch.tensor([1, 1, 3])}, r"end_T.*t < end\[t\] <= 3.*got 1 at 1"),
+        ({"end_T": torch.tensor([4, 3, 3])}, r"end_T.*got 4 at 0"),
+        ({"end_T": torch.tensor([3, 3])}, r"end_T.*\[3\].*\[2\]"),
+        ({"end_T": torch.ones(3)}, r"end_T.*int64.*float32"),
+        ({"q_THE": torch.zeros(3, 3, 4)}, r"q_THE.*multiple of the 2 key heads.*3"),
+        ({"k_TKE": torch.zeros(4, 2, 4)}, r"k_TKE.*\[3, any, 4\].*\[4, 2, 4\]"),
+        ({"v_TKE": torch.zeros(3, 2, 4, dtype=DOUBLE)}, r"v_TKE.*float32.*float64"),
+        ({"window": 0}, r"window.*>= 1.*0"),
+        ({"plan": TreePlan(torch.tensor([1]))}, r"plan.*3 tokens.*1 tokens"),
+        ({"impl": "flex"}, r"impl='flex'.*auto, torch, reference"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "q_THE": torch.zeros(3, 4, 4),
+        "k_TKE": torch.zeros(3, 2, 4),
+        "v_TKE": torch.zeros(3, 2, 4),
+        "end_T": torch.tensor([3, 3, 3]),
+    }
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**(good | change))
