@@ -66,11 +66,10 @@ def build(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel
         initializer_range=0.5 * width**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        attn_implementation=None,
     )
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(shape)
+        model: Any = Qwen3ForCausalLM(shape)
     return model.to(_dtype(config))
 
 

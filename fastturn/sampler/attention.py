@@ -18,6 +18,9 @@ from fastturn.policy import TreeAttention
 from fastturn.sampler.store import PrefixStore, Slots
 
 _REPACK_BELOW = 0.7  # live share of a block's places under which it is rebuilt
+# Padded place-key pairs that a block may waste before it is cut in two: about what one more block
+# costs in calls.
+_WASTED_PAIRS = 4096
 
 
 class RecordingTree(TreeAttention):
@@ -218,8 +221,8 @@ class DecodeAttention:
         device = block.length_G.device
         place_N = torch.from_numpy(np.repeat(place_F, length_F)).to(device)
         step_N = np.arange(total) - np.repeat(ends_F - length_F, length_F)
-        at = (place_N // block.width, slice(None), place_N % block.width)
-        at = (*at, torch.from_numpy(step_N).to(device))
+        step = torch.from_numpy(step_N).to(device)
+        at = (place_N // block.width, slice(None), place_N % block.width, step)
         for layer, cache in enumerate(block.layers):
             self.store.write(layer, start, cache.k_GKNSE[at], cache.v_GKNSE[at])
         slots_F = np.split(np.arange(start, start + total), ends_F[:-1])
@@ -328,6 +331,60 @@ class DecodeAttention:
                 bias = zeros_GT.masked_fill_(hidden_GT, -torch.inf)[:, None, None, None]
             self._bias[index, window] = bias
         return self._bias[index, window]
+
+
+def blocks(
+    group_R: NDArray[np.int64],
+    live_R: NDArray[np.bool_],
+    slots_G: Sequence[Slots],
+    device: torch.device,
+) -> list[Block]:
+    """Live rows in blocks of groups (contexts) with similar lengths."""
+    row_R = np.flatnonzero(live_R)
+    if not len(row_R):
+        return []
+    live_G, count_G = np.unique(group_R[row_R], return_counts=True)
+    row_R = row_R[np.argsort(group_R[row_R], kind="stable")]
+    by_group = np.split(row_R, np.cumsum(count_G)[:-1])
+    length_G = np.array([len(slots_G[group]) for group in live_G])
+    order = np.argsort(length_G, kind="stable")
+    parts: list[list[int]] = []
+    for at in order.tolist():
+        if not parts or _waste([*parts[-1], at], length_G, count_G) > _WASTED_PAIRS:
+            parts.append([])
+        parts[-1].append(at)
+    return [
+        _block([slots_G[live_G[at]] for at in part], [by_group[at] for at in part], device)
+        for part in parts
+    ]
+
+
+def _waste(part: Sequence[int], length_G: NDArray[np.int64], count_G: NDArray[np.int64]) -> int:
+    """Place-key pairs that a block of these groups computes in vain."""
+    lengths, counts = length_G[part], count_G[part]
+    return int(len(part) * lengths.max() * counts.max() - (lengths * counts).sum())
+
+
+def _block(
+    slots_G: Sequence[Slots], rows_G: Sequence[NDArray[np.int64]], device: torch.device
+) -> Block:
+    lengths = np.array([len(slots) for slots in slots_G])
+    width = max(map(len, rows_G))
+    place_R = np.concatenate([g * width + np.arange(len(r)) for g, r in enumerate(rows_G)])
+    row_R = np.concatenate(rows_G)
+    seat_P = np.full(len(rows_G) * width, -1)
+    seat_P[place_R] = row_R
+    block = Block(
+        slot_GT=padded(slots_G, device),
+        length_G=torch.from_numpy(lengths).to(device),
+        padded=bool((lengths != lengths.max()).any()),
+        width=width,
+        place_R=place_R,
+        row_R=row_R,
+        seat_P=seat_P,
+    )
+    block.seat(place_R, row_R)
+    return block
 
 
 def padded(slots_G: Sequence[Slots], device: torch.device) -> torch.Tensor:

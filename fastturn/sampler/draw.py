@@ -1,12 +1,15 @@
-"""One draw from a row of logits, with its exact log-probability, from a stream of its own."""
+"""Draws from rows of logits, with exact log-probabilities, each row from a stream of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from fastturn.sampler.base import SamplingParams
+from fastturn.types import Completion, Stop
 
 _WORD = 2**64 - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -56,3 +59,60 @@ def draw(
         token_R1 = token_R1.clamp_(max=mass_RV.shape[-1] - 1)
     logprob_R1 = shifted_RV.gather(-1, token_R1).double() - total_R1.log()
     return token_R1.squeeze(-1), logprob_R1.squeeze(-1)
+
+
+class Rows:
+    """The completions of one wave while they are drawn; one row a completion.
+
+    group_R: index of the row's context. budget_R: most tokens. uniform_RS: the row's stream.
+    token_RS, logprob_RS: what was drawn, `count_R` of them. live_R: not ended yet.
+    """
+
+    def __init__(
+        self,
+        group_R: NDArray[np.int64],
+        budget_R: NDArray[np.int64],
+        seeds: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        rows, steps = len(group_R), int(budget_R.max())
+        self.group_R, self.budget_R, self.params = group_R, budget_R, params
+        self.uniform_RS = uniforms(seeds, steps)
+        self.stop_ids = np.array(params.stop_ids, np.int64)
+        self.token_RS = np.zeros((rows, steps), np.int32)
+        self.logprob_RS = np.zeros((rows, steps), np.float32)
+        self.count_R = np.zeros(rows, np.int64)
+        self.live_R = np.ones(rows, bool)
+        self.stopped_R = np.zeros(rows, bool)
+
+    def draw(
+        self, row_R: NDArray[np.int64], logits_RV: torch.Tensor, uniform_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw one token for each of these rows, book it, and return the tokens."""
+        token_R, logprob_R = draw(logits_RV, uniform_R, self.params.temperature)
+        # One copy to the host a step; float64 holds every id exactly.
+        drawn = torch.stack((token_R.double(), logprob_R)).cpu().numpy()
+        if not np.isfinite(drawn[1]).all():
+            raise FloatingPointError(
+                "the policy's logits are not finite numbers; the weights have diverged: lower "
+                "optim.lr or resume from an earlier checkpoint"
+            )
+        token = drawn[0].astype(np.int64)
+        at = self.count_R[row_R]
+        self.token_RS[row_R, at] = token
+        self.logprob_RS[row_R, at] = drawn[1]
+        self.count_R[row_R] = at + 1
+        stopped = np.isin(token, self.stop_ids)
+        self.stopped_R[row_R] = stopped
+        self.live_R[row_R] = ~stopped & (at + 1 < self.budget_R[row_R])
+        return token_R
+
+    def completions(self, version: int) -> Iterator[Completion]:
+        """One completion a row, in the order of rows."""
+        for row, count in enumerate(self.count_R.tolist()):
+            yield Completion(
+                action_A=self.token_RS[row, :count].copy(),
+                logprob_A=self.logprob_RS[row, :count].copy(),
+                version=version,
+                stop=Stop.STOP if self.stopped_R[row] else Stop.LENGTH,
+            )

@@ -28,16 +28,12 @@ from fastturn.sampler.attention import (
     DecodeAttention,
     RecordingTree,
     SuffixAttention,
-    padded,
+    blocks,
 )
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams
-from fastturn.sampler.draw import draw, uniforms
+from fastturn.sampler.draw import Rows
 from fastturn.sampler.store import PrefixStore, Slots, order_key
-from fastturn.types import Completion, Ids, Stop
-
-# Padded place-key pairs that a block may waste before it is cut in two: about what one more block
-# costs in calls.
-_WASTED_PAIRS = 4096
+from fastturn.types import Completion, Ids
 
 
 class LocalSampler:
@@ -250,7 +246,9 @@ class LocalSampler:
         token_R = rows.draw(row_R, logits_RV, uniform_RS[:, 0])
         for group in np.unique(rows.group_R[~rows.live_R]).tolist():  # these take no place
             self.store.insert(contexts[group], slots_G[group])
-        attend = DecodeAttention(_blocks(rows, slots_G, self.policy.device), self.store)
+        attend = DecodeAttention(
+            blocks(rows.group_R, rows.live_R, slots_G, self.policy.device), self.store
+        )
         position_R = self._tensor(length_R)
         ended = True  # some row ended at the last draw
         step = 0
@@ -294,63 +292,6 @@ class LocalSampler:
             self.store.insert(
                 np.concatenate([contexts[group], read_S]),
                 np.concatenate([slots_G[group], slots_S]),
-            )
-
-
-class Rows:
-    """The completions of one wave while they are drawn; one row a completion.
-
-    group_R: index of the row's context. budget_R: most tokens. uniform_RS: the row's stream.
-    token_RS, logprob_RS: what was drawn, `count_R` of them. live_R: not ended yet.
-    """
-
-    def __init__(
-        self,
-        group_R: NDArray[np.int64],
-        budget_R: NDArray[np.int64],
-        seeds: Sequence[int],
-        params: SamplingParams,
-    ) -> None:
-        rows, steps = len(group_R), int(budget_R.max())
-        self.group_R, self.budget_R, self.params = group_R, budget_R, params
-        self.uniform_RS = uniforms(seeds, steps)
-        self.stop_ids = np.array(params.stop_ids, np.int64)
-        self.token_RS = np.zeros((rows, steps), np.int32)
-        self.logprob_RS = np.zeros((rows, steps), np.float32)
-        self.count_R = np.zeros(rows, np.int64)
-        self.live_R = np.ones(rows, bool)
-        self.stopped_R = np.zeros(rows, bool)
-
-    def draw(
-        self, row_R: NDArray[np.int64], logits_RV: torch.Tensor, uniform_R: torch.Tensor
-    ) -> torch.Tensor:
-        """Draw one token for each of these rows, book it, and return the tokens."""
-        token_R, logprob_R = draw(logits_RV, uniform_R, self.params.temperature)
-        # One copy to the host a step; float64 holds every id exactly.
-        drawn = torch.stack((token_R.double(), logprob_R)).cpu().numpy()
-        if not np.isfinite(drawn[1]).all():
-            raise FloatingPointError(
-                "the policy's logits are not finite numbers; the weights have diverged: lower "
-                "optim.lr or resume from an earlier checkpoint"
-            )
-        token = drawn[0].astype(np.int64)
-        at = self.count_R[row_R]
-        self.token_RS[row_R, at] = token
-        self.logprob_RS[row_R, at] = drawn[1]
-        self.count_R[row_R] = at + 1
-        stopped = np.isin(token, self.stop_ids)
-        self.stopped_R[row_R] = stopped
-        self.live_R[row_R] = ~stopped & (at + 1 < self.budget_R[row_R])
-        return token_R
-
-    def completions(self, version: int) -> Iterator[Completion]:
-        """One completion a row, in the order of rows."""
-        for row, count in enumerate(self.count_R.tolist()):
-            yield Completion(
-                action_A=self.token_RS[row, :count].copy(),
-                logprob_A=self.logprob_RS[row, :count].copy(),
-                version=version,
-                stop=Stop.STOP if self.stopped_R[row] else Stop.LENGTH,
             )
 
 
@@ -434,52 +375,3 @@ def _waves(requests: Sequence[Request], resident_tokens: int) -> Iterator[list[i
         size += need
     if wave:
         yield wave
-
-
-def _blocks(rows: Rows, slots_G: Sequence[Slots], device: torch.device) -> list[Block]:
-    """Live rows in blocks of groups with similar context lengths."""
-    row_R = np.flatnonzero(rows.live_R)
-    if not len(row_R):
-        return []
-    live_G, count_G = np.unique(rows.group_R[row_R], return_counts=True)
-    row_R = row_R[np.argsort(rows.group_R[row_R], kind="stable")]
-    by_group = np.split(row_R, np.cumsum(count_G)[:-1])
-    length_G = np.array([len(slots_G[group]) for group in live_G])
-    order = np.argsort(length_G, kind="stable")
-    parts: list[list[int]] = []
-    for at in order.tolist():
-        if not parts or _waste([*parts[-1], at], length_G, count_G) > _WASTED_PAIRS:
-            parts.append([])
-        parts[-1].append(at)
-    return [
-        _block([slots_G[live_G[at]] for at in part], [by_group[at] for at in part], device)
-        for part in parts
-    ]
-
-
-def _waste(part: Sequence[int], length_G: NDArray[Any], count_G: NDArray[Any]) -> int:
-    """Place-key pairs that a block of these groups computes in vain."""
-    lengths, counts = length_G[part], count_G[part]
-    return int(len(part) * lengths.max() * counts.max() - (lengths * counts).sum())
-
-
-def _block(
-    slots_G: Sequence[Slots], rows_G: Sequence[NDArray[np.int64]], device: torch.device
-) -> Block:
-    lengths = np.array([len(slots) for slots in slots_G])
-    width = max(map(len, rows_G))
-    place_R = np.concatenate([g * width + np.arange(len(r)) for g, r in enumerate(rows_G)])
-    row_R = np.concatenate(rows_G)
-    seat_P = np.full(len(rows_G) * width, -1)
-    seat_P[place_R] = row_R
-    block = Block(
-        slot_GT=padded(slots_G, device),
-        length_G=torch.from_numpy(lengths).to(device),
-        padded=bool((lengths != lengths.max()).any()),
-        width=width,
-        place_R=place_R,
-        row_R=row_R,
-        seat_P=seat_P,
-    )
-    block.seat(place_R, row_R)
-    return block
