@@ -28,6 +28,7 @@ from fastturn.config import ConfigError
 from fastturn.envs.base import Action, BadCall, Message, ToolCall, load_function
 from fastturn.envs.calls import END_THINK, THINK, parse_action
 from fastturn.template import ChatTemplate, Codec
+from fastturn.template import TemplateError as TemplateError
 from fastturn.types import Boundary, Ids
 
 if TYPE_CHECKING:
