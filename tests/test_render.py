@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fastturn.config import Config, ConfigError
 from fastturn.envs import BadCall, Message, ToolCall, load_domain
-from fastturn.render import Conversation, Renderer, common_prefix, list_calls
+from fastturn.render import Conversation, Piece, Renderer, common_prefix, list_calls, truncate
 from fastturn.template import TemplateError
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.types import Ids
@@ -450,6 +450,20 @@ def test_truncate_drops_the_oldest_turns() -> None:
     roomy = Renderer(TOKENIZERS["qwen3"], context="truncate:900", max_context=1000)
     whole = play(roomy, scripted(roomy, 4))
     assert '"0+1"' in text(roomy, whole[-1].context_T)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths"),
+    [(14, [5, 1, 3, 1, 2, 1, 1]), (10, [5, 1, 2, 1, 1]), (9, [5, 1, 1]), (1, [5, 1, 1])],
+)
+def test_truncate_fills_its_budget(tokens: int, lengths: list[int]) -> None:
+    """A prompt of 5 tokens and pairs of 4, 3 and 2; the newest pair always stays."""
+    kinds = ["prompt", "action", "observation", "action", "observation", "action", "observation"]
+    pieces = [
+        Piece(kind, np.zeros(length, np.int32))  # type: ignore[arg-type]
+        for kind, length in zip(kinds, [5, 1, 3, 1, 2, 1, 1], strict=True)
+    ]
+    assert [len(piece.token_T) for piece in truncate(pieces, tokens)] == lengths
 
 
 @pytest.mark.parametrize("gap", ["", "\n", "\n\n"])

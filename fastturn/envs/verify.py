@@ -24,6 +24,7 @@ from fastturn.envs.answers import same_number
 
 _WORKER = Path(__file__).with_name("verify_worker.py")
 _START_S = 60.0  # importing symbolic algebra on a busy machine
+_REMEMBERED = 1 << 16  # verdicts
 MAX_ANSWER_CHARS = 300
 
 
@@ -72,6 +73,8 @@ class Verifier:
         key = (gold, answer)
         with self._lock:
             if key not in self._known:
+                if len(self._known) >= _REMEMBERED:
+                    self._known.clear()
                 self._known[key] = self._ask(gold, answer)
             return self._known[key]
 
