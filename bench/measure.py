@@ -1,0 +1,92 @@
+"""Time and peak memory of providers on the same inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from .record import Measured
+
+Provider = Callable[[], Sequence[Tensor]]  # one repetition; returns what correctness compares
+
+
+class WrongResult(RuntimeError):
+    """A provider disagrees with the one it is compared to; wrong results have no speed."""
+
+
+def check_equal(run: Mapping[str, Provider], truth: str, tolerance: float) -> None:
+    """Every provider's tensors agree with those of `truth`: max difference / max magnitude."""
+    want = [x.detach().clone() for x in run[truth]()]
+    for name, provider in run.items():
+        for place, (got, right) in enumerate(zip(provider(), want, strict=True)):
+            error = float((got - right).abs().max() / right.abs().max().clamp(min=1e-30))
+            if not error <= tolerance:
+                raise WrongResult(
+                    f"{name}: result {place} differs from {truth} by {error:.2g}, "
+                    f"above {tolerance:.0e}"
+                )
+
+
+def seconds(run: Mapping[str, Provider], repeats: int) -> dict[str, list[float]]:
+    """Wall-clock of each provider, alternating, after one uncounted repetition of each."""
+    times: dict[str, list[float]] = {name: [] for name in run}
+    for repeat in range(repeats + 1):
+        for name, provider in run.items():
+            _wait()
+            start = time.perf_counter()
+            provider()
+            _wait()
+            if repeat:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def peak_bytes(provider: Provider) -> int:
+    """Most bytes of tensors alive at once during one repetition beyond those alive before."""
+    provider()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = provider()
+        del kept
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = provider()
+        del kept
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    alive = peak = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def ratios(of: Sequence[float], to: Sequence[float]) -> tuple[float, ...]:
+    """Ratio within each round of alternation, so that slow drifts of the machine cancel."""
+    return tuple(x / y for x, y in zip(of, to, strict=True))
+
+
+def table(measured: Sequence[Measured]) -> str:
+    """One line a metric: case, provider, metric, p50 [p20, p80] unit."""
+    lines = [
+        f"{m.case:34} {m.provider:12} {m.metric:22} {m.percentile(0.5):10.4g} "
+        f"[{m.percentile(0.2):.4g}, {m.percentile(0.8):.4g}] {m.unit}"
+        for m in measured
+    ]
+    return "\n".join(lines)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
