@@ -78,7 +78,7 @@ class Rows:
         rows, steps = len(group_R), int(budget_R.max())
         self.group_R, self.budget_R, self.params = group_R, budget_R, params
         self.uniform_RS = uniforms(seeds, steps)
-        self.stop_ids = np.array(params.stop_ids, np.int64)
+        self.stop_ids = frozenset(params.stop_ids)
         self.token_RS = np.zeros((rows, steps), np.int32)
         self.logprob_RS = np.zeros((rows, steps), np.float32)
         self.count_R = np.zeros(rows, np.int64)
@@ -102,7 +102,7 @@ class Rows:
         self.token_RS[row_R, at] = token
         self.logprob_RS[row_R, at] = drawn[1]
         self.count_R[row_R] = at + 1
-        stopped = np.isin(token, self.stop_ids)
+        stopped = np.fromiter((t in self.stop_ids for t in token.tolist()), bool, len(token))
         self.stopped_R[row_R] = stopped
         self.live_R[row_R] = ~stopped & (at + 1 < self.budget_R[row_R])
         return token_R
