@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from fastturn.envs.base import Task
 from fastturn.policy import Policy
 from fastturn.render import Renderer
 from fastturn.sampler.local import LocalSampler
-from fastturn.tree import Point, Rollout
+from fastturn.tree import Point, Rollout, Unmetered
 from fastturn.types import Trajectory
 
 
@@ -35,24 +34,12 @@ class Evaluation:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-@dataclass(frozen=True, slots=True)
-class _Silent:
-    """Evaluation is one span, and its events are not those of training."""
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        yield
-
-    def count(self, name: str, n: int = 1) -> None:
-        """Not counted."""
-
-
 def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
     """One sampled and one greedy episode a task; the draws are the same at every evaluation.
 
     Spans and event counts of `rollout` are left alone.
     """
-    rollout = replace(rollout, clock=_Silent())
+    rollout = replace(rollout, clock=Unmetered())
     roots = rollout.roots(tasks)
     sampled, greedy = _play(rollout, roots, 1.0), _play(rollout, roots, 0.0)
     calls = [sum(turn.events.count("tool_call") for turn in t.turns) for t in sampled]
@@ -84,7 +71,7 @@ def evaluate_path(path: Path, pairs: Sequence[str] = ()) -> dict[str, Any]:
     domain = load_domain(config)
     policy, tokenizer = Policy.load(_with_model(config, weights))
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
-    rollout = Rollout(domain, renderer, LocalSampler(policy), config, _Silent())
+    rollout = Rollout(domain, renderer, LocalSampler(policy), config, Unmetered())
     return evaluate(rollout, list(domain.eval_tasks)).record()
 
 

@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from fastturn.learner import supervised
 from fastturn.pack import pack
 from fastturn.policy import Objective
 from fastturn.progress import Progress
+from fastturn.progress import Task as Bar
 from fastturn.report import write_report
 from fastturn.run import Run, RunError, open_run
 from fastturn.transcripts import transcripts
@@ -66,6 +68,7 @@ def warm_start(run: Run) -> None:
     if cursor.phase != "warm":
         return
     objective = Objective(temperature=1.0, on_policy=True)
+    learner = replace(run.learner, clock=tree.Unmetered())  # the warm start is one span
     with (
         run.meter.span("warm_start"),
         run.progress.task("warm start", config.warm.steps, cursor.warm_step) as bar,
@@ -76,7 +79,7 @@ def warm_start(run: Run) -> None:
             shown = demonstrate(run.domain, run.rollout.renderer, tasks, config.turns, key)
             batches = pack(supervised(shown), config.pack_tokens, run.policy.device)
             lr = run.learner.optimizers.lr
-            step = run.learner.step(batches, objective, run.learner.optimizers)
+            step = learner.step(batches, objective, learner.optimizers)
             cursor.warm_step += 1
             nll = -step.mean("logprob")
             if cursor.warm_step % 10 == 0 or cursor.warm_step == config.warm.steps:
@@ -99,8 +102,11 @@ def held_out(run: Run, split: str) -> Evaluation:
     """Evaluate on the held-out tasks and record it."""
     tasks = list(run.domain.eval_tasks)
     publish(run)
-    with run.meter.span("evaluation"):
-        result = evaluate(run.rollout, tasks)
+    with (
+        run.meter.span("evaluation"),
+        run.progress.task(f"evaluation {split}", 2 * len(tasks)) as bar,
+    ):
+        result = evaluate(watched(run, bar), tasks)
     record = {"iteration": run.cursor.iteration, "split": split, **result.record()}
     run.meter.record("eval", record)
     run.progress.say(
@@ -160,7 +166,8 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
         return iter([(0, run.rollout.roots(tasks))])
     if not run.trunks:
         roots = run.rollout.roots(tasks, config.trunks)
-        run.trunks = run.rollout.grow(roots, ("trunk", cursor.iteration))
+        with run.progress.task("trunks", len(roots)) as bar:
+            run.trunks = watched(run, bar).grow(roots, ("trunk", cursor.iteration))
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
     return tree.stages(run.trunks)
 
@@ -171,7 +178,8 @@ def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
     if cursor.stage:
         publish(run)
     n = config.group_size - ALGORITHMS[config.algorithm].unsampled
-    groups = run.rollout.fork(points, n, ("fork", cursor.iteration, turn))
+    with run.progress.task(f"turn {turn + 1}", len(points) * n) as bar:
+        groups = watched(run, bar).fork(points, n, ("fork", cursor.iteration, turn))
     record, credits = run.learner.update(groups, cursor.version, (cursor.iteration, turn))
     position = {"iteration": cursor.iteration, "stage": turn, "version": cursor.version}
     cursor.version += bool(record["steps"])
@@ -183,6 +191,18 @@ def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
     run.meter.record("stage", position | record)
     for sample in transcripts(credits, run.tokenizer, cursor.iteration, turn):
         run.meter.sample(sample)
+
+
+def watched(run: Run, bar: Bar) -> tree.Rollout:
+    """The run's rollout, with finished episodes and tokens a second shown on `bar`."""
+    tokens = 0
+
+    def show(ended: int, sampled: int) -> None:
+        nonlocal tokens
+        tokens += sampled
+        bar.advance(ended, tokens_per_s=tokens / max(bar.elapsed_s, 1e-3))
+
+    return replace(run.rollout, on_turn=show)
 
 
 def publish(run: Run) -> None:

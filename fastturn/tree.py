@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -107,6 +107,18 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Unmetered:
+    """A clock for work that is one span of its own and whose events are not those of training."""
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        yield
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Not counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """The sampling side of a run: tasks in, trunks and sibling groups out."""
 
@@ -115,7 +127,7 @@ class Rollout:
     sampler: Sampler
     config: Config
     clock: Clock
-    on_turn: Callable[[int, int], None] = lambda alive, tokens: None  # progress: after each turn
+    on_turn: Callable[[int, int], None] = lambda ended, tokens: None  # progress, after each turn
 
     def roots(self, tasks: Sequence[Task], trunks: int = 1) -> list[Point]:
         """The start of every task, `trunks` times over: the boundaries of turn 0."""
@@ -191,7 +203,8 @@ class Rollout:
             with self.clock.span("environment"):
                 self._step(episodes, flat)
             cohorts = [[episode] for episode in episodes if episode.ending is None]
-            self.on_turn(len(cohorts), sum(len(done.action_A) for done in flat))
+            ended = len(episodes) - len(cohorts)
+            self.on_turn(ended, sum(len(done.action_A) for done in flat))
 
     def _request(self, cohort: Sequence[Episode]) -> Request:
         first = cohort[0]

@@ -168,7 +168,9 @@ def three(tmp_path_factory) -> Path:
 def test_killed_anywhere_and_resumed_equals_never_killed(tmp_path, three, after):
     out = tmp_path / "killed"
     code = KILLED.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", code, str(out), str(after)], timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out), str(after)], timeout=240, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     run(out, "iterations=3", resume=True)
     assert records(out) == records(three)
@@ -278,7 +280,7 @@ def test_truncation_of_most_episodes_is_said_loudly(tmp_path, capsys):
     run(tmp_path / "run", "sampling.turn_tokens=1", "iterations=1")
     assert "raise sampling.turn_tokens (now 1)" in capsys.readouterr().out
     (record,) = records(tmp_path / "run", "iteration")
-    assert record["endings"]["truncated"] == record["rollouts"]
+    assert record["endings"] == {"truncated": record["rollouts"] - 8}  # all but the trunks
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(
