@@ -168,9 +168,7 @@ class Head:
         for r0, r1, a0, a1 in chunk.tiles:
             z_V, product_V = z_CV[r0:r1], self._scratch[: r1 - r0]
             self._finish(z_V, r0, r1)
-            top = z_V.amax(1, keepdim=True)
-            top.masked_fill_(top == -torch.inf, 0)  # nothing finite: -inf - (-inf) would be NaN
-            z_V.sub_(top)
+            z_V.sub_(z_V.amax(1, keepdim=True))
             shifted_A[a0:a1] = z_V[chunk.slot_A[a0:a1] - r0, chunk.label_A[a0:a1]]
             torch.clamp(z_V, min=lowest, out=product_V)  # 0 · (-inf) below
             z_V.exp_()

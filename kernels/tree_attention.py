@@ -267,9 +267,9 @@ class _TreeAttention(torch.autograd.Function):
         q_KTGE, k_KTE, v_KTE, out_KTGE = ctx.saved_tensors
         plan: TreePlan = ctx.plan
         do_KTGE = _inside(grad_THE.unflatten(1, (-1, q_KTGE.shape[2])))
-        delta_KTG1 = torch.empty_like(do_KTGE[..., :1])
+        # The row of padding stays zero: its output is never defined.
+        delta_KTG1 = torch.zeros_like(do_KTGE[..., :1])
         torch.sum(do_KTGE[:, :-1] * out_KTGE[:, :-1], -1, keepdim=True, out=delta_KTG1[:, :-1])
-        delta_KTG1[:, -1] = 0  # the row of padding, whose output is never defined
         dq_KTGE = torch.empty_like(q_KTGE)
         dk_KTE, dv_KTE = torch.zeros_like(k_KTE), torch.zeros_like(v_KTE)
         scratch = _Scratch(plan, q_KTGE)

@@ -190,6 +190,20 @@ def test_clipped_rows_have_no_gradient_but_are_reported(case: Any, oracle: Any) 
     check(oracle, given, SINGLE)
 
 
+def test_clamped_log_ratios_are_constant(case: Any, oracle: Any) -> None:
+    """Beyond ±10 a ratio is finite and has no gradient, on both sides and for both signs."""
+    given = case(8, 32, 300, SINGLE, kl_coef=0.0, reference_A=None)
+    logprob_A = given.run("torch")["logprob_A"].double()
+    raw_A = torch.tensor([200.0, -200.0, 11.0, -11.0], dtype=DOUBLE).repeat(2)
+    given.given["advantage_A"] = torch.tensor([1.0, -1.0], dtype=DOUBLE).repeat_interleave(4)
+    given.given["behavior_A"] = logprob_A - raw_A
+    check(oracle, given, SINGLE)
+    assert not given.run("torch")["dhidden"].any()
+    given.given.update(kl_coef=0.1, reference_A=logprob_A + raw_A)
+    check(oracle, given, SINGLE)
+    assert not given.run("torch")["dhidden"].any()
+
+
 def test_reported_numbers(case: Any) -> None:
     """Sums and peaks from their definitions, on numbers that touch every rule."""
     given = case(5, 32, 130, DOUBLE)
