@@ -11,14 +11,14 @@ def quickstart() -> Config:
     """A small Qwen3 learns multi-turn calculator use on a CPU, from nothing, in two minutes."""
     return Config(
         recipe="quickstart",
-        iterations=40,
+        iterations=60,
         tasks=32,
         group_size=5,
         turns=4,
         data=Data(domain="calculator", eval_tasks=256),
         model=Model(layers=2, width=64, max_context=256),
         sampling=Sampling(turn_tokens=24, episode_tokens=96),
-        optim=Optim(lr=4e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
+        optim=Optim(lr=5e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
         warm=Warm(steps=500, batch=32, lr=3e-3, muon_lr=0.02),
         save=Save(every=20),
     )
@@ -35,7 +35,8 @@ def gsm8k_smollm2() -> Config:
         data=Data(domain="math", eval_tasks=8),
         model=Model(path="smollm2-135m", max_context=1024),
         sampling=Sampling(temperature=0.9, turn_tokens=96, episode_tokens=256),
-        loss=Loss(),
+        pack_tokens=2048,
+        loss=Loss(kl_coef=0.02),
         optim=Optim(lr=1e-5),
         warm=Warm(steps=4, batch=4, lr=2e-5),
         save=Save(every=1, keep=1),
