@@ -6,6 +6,16 @@ They import torch and nothing of the rest of the package. `impl` picks an implem
 
 from .linear_logprob import linear_logprob
 from .tree_attention import TreePlan, tree_attention
+from .turn_reduce import TurnRatioOutput, turn_ratio_surrogate, turn_reduce
 from .turn_surrogate import SurrogateOutput, turn_surrogate
 
-__all__ = ["SurrogateOutput", "TreePlan", "linear_logprob", "tree_attention", "turn_surrogate"]
+__all__ = [
+    "SurrogateOutput",
+    "TreePlan",
+    "TurnRatioOutput",
+    "linear_logprob",
+    "tree_attention",
+    "turn_ratio_surrogate",
+    "turn_reduce",
+    "turn_surrogate",
+]
