@@ -8,14 +8,19 @@ from .linear_logprob import linear_logprob
 from .tree_attention import TreePlan, tree_attention
 from .turn_reduce import TurnRatioOutput, turn_ratio_surrogate, turn_reduce
 from .turn_surrogate import SurrogateOutput, turn_surrogate
+from .vocabulary_parallel import vocabulary_parallel_logprob, vocabulary_parallel_surrogate
+from .vocabulary_slice import VocabularySlice
 
 __all__ = [
     "SurrogateOutput",
     "TreePlan",
     "TurnRatioOutput",
+    "VocabularySlice",
     "linear_logprob",
     "tree_attention",
     "turn_ratio_surrogate",
     "turn_reduce",
     "turn_surrogate",
+    "vocabulary_parallel_logprob",
+    "vocabulary_parallel_surrogate",
 ]
