@@ -22,8 +22,9 @@ import jinja2
 from markupsafe import Markup, escape
 
 from fastturn.charts import Axis, Line, area_chart, color, line_chart
-from fastturn.meter import NONFINITE, SPANS, read_lines
+from fastturn.meter import NONFINITE, SPANS
 from fastturn.progress import clock_text
+from fastturn.records import read_lines
 
 Record = dict[str, Any]
 SAMPLES = 5

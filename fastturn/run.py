@@ -28,10 +28,11 @@ from fastturn.config import Config, as_dict
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
 from fastturn.learner import Learner
-from fastturn.meter import Meter, write_json
+from fastturn.meter import Meter
 from fastturn.optim import training_optimizer, warm_optimizer
 from fastturn.policy import Policy
 from fastturn.progress import Progress
+from fastturn.records import write_json
 from fastturn.render import Renderer
 from fastturn.sampler.local import LocalSampler
 from fastturn.tokenizer import build_tokenizer, episode_texts

@@ -21,6 +21,7 @@ SOURCES = sorted(
 DATA = {"fastturn.types", "fastturn.config"}
 LEFT = (
     "render",
+    "template",
     "tokenizer",
     "envs",
     "rules",
@@ -34,8 +35,11 @@ LEFT = (
 )
 # The in-process sampler is the one exception on the left: it runs the trainer's own model.
 IN_PROCESS = {f"fastturn.sampler.{name}" for name in ("local", "attention", "draw", "store")}
-RIGHT = ("policy", "loss", "optim", "publish", "checkpoint", "dist", "meter", "learner")
-TEXT = ("render", "envs", "tokenizer", "demos", "transcripts", "tree")
+RIGHT = (
+    *("policy", "loss", "optim", "publish", "checkpoint", "dist", "learner"),
+    *("meter", "records", "trackers", "provenance"),
+)
+TEXT = ("render", "template", "envs", "tokenizer", "demos", "transcripts", "tree")
 MOST_LINES_FUNCTION, MOST_LINES_FILE = 60, 450
 # Called by transformers with its own signature.
 DICTATED = {"_registered_attention"}

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastturn import meter as module
+from fastturn import provenance, trackers
 from fastturn.config import ConfigError
-from fastturn.meter import (
-    SPANS,
-    TIMING_KEYS,
-    Meter,
-    commit,
-    plain,
-    read_lines,
-    scalars,
-    untimed,
-    versions,
-    write_json,
-)
+from fastturn.meter import SPANS, Meter
+from fastturn.provenance import commit, versions
+from fastturn.records import TIMING_KEYS, plain, read_lines, untimed, write_json
+from fastturn.trackers import scalars
 
 S = 1_000_000_000
 
@@ -117,12 +110,12 @@ def test_a_span_ends_when_its_body_raises(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_the_real_clock_agrees_with_the_wall(tmp_path: Path) -> None:
-    begin = module.time.perf_counter()
+    begin = time.perf_counter()
     meter = Meter(tmp_path)
     with meter.span("pack"):
-        module.time.sleep(0.05)
+        time.sleep(0.05)
     ledger = meter.ledger()
-    assert 0.05 <= ledger["wall_s"] <= module.time.perf_counter() - begin
+    assert 0.05 <= ledger["wall_s"] <= time.perf_counter() - begin
     assert abs(sum(ledger["spans"].values()) - ledger["wall_s"]) < 1e-8
     assert ledger["peak_rss_gib"] > 0.01
 
@@ -199,7 +192,7 @@ def test_untimed_leaves_what_two_runs_have_in_common(tmp_path: Path) -> None:
     for name, pause_s in (("a", 0.0), ("b", 0.02)):
         meter = Meter(tmp_path / name)
         with meter.span("pack" if pause_s else "score"):
-            module.time.sleep(pause_s)
+            time.sleep(pause_s)
         speed = 1 / (1 + pause_s)
         meter.record("stage", {"loss": 0.5, "tokens_per_s": speed, "inner": {"time": pause_s}})
         found += read_lines(meter.out / "records.jsonl")
@@ -344,8 +337,8 @@ def git(folder: Path, *words: str) -> str:
 def test_commit_of_a_checkout_and_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = tmp_path / "tree"
     (tree / "fastturn").mkdir(parents=True)
-    (tree / "fastturn" / "meter.py").write_text("")
-    monkeypatch.setattr(module, "__file__", str(tree / "fastturn" / "meter.py"))
+    (tree / "fastturn" / "provenance.py").write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(tree / "fastturn" / "provenance.py"))
     installed = versions()["fastturn"] or "unknown"
     assert commit() == installed  # not a repository
     git(tree, "init", "-q")
@@ -359,7 +352,7 @@ def test_commit_of_a_checkout_and_of_none(tmp_path: Path, monkeypatch: pytest.Mo
     # Installed inside somebody's repository: that repository's commit says nothing of ours.
     site = tree / ".venv" / "site-packages" / "fastturn"
     site.mkdir(parents=True)
-    monkeypatch.setattr(module, "__file__", str(site / "meter.py"))
+    monkeypatch.setattr(provenance, "__file__", str(site / "provenance.py"))
     assert commit() == installed
     monkeypatch.setenv("PATH", "")
     assert commit() == installed  # no git
@@ -408,7 +401,7 @@ def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
         "meter = Meter(Path(sys.argv[1]), ('tensorboard',)); meter.record('warm', {'step': 1})\n"
         "meter.summary({}); meter.close(); assert 'torch' not in sys.modules"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(provenance.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
 
 
@@ -416,14 +409,14 @@ def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
 def test_a_missing_tracker_is_named_with_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real = module.importlib.import_module
+    real = trackers.importlib.import_module
 
     def absent(asked: str) -> Any:
         if asked.split(".")[0] == name:
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(asked)
 
-    monkeypatch.setattr(module.importlib, "import_module", absent)
+    monkeypatch.setattr(trackers.importlib, "import_module", absent)
     with pytest.raises(ConfigError, match=f"trackers='{name}'.*pip install {name}"):
         Meter(tmp_path, (name,))
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastturn import trainer
 from fastturn.config import Config, override
 from fastturn.learner import DivergedError
-from fastturn.meter import read_lines, untimed
 from fastturn.recipes import quickstart
+from fastturn.records import read_lines, untimed
 from fastturn.run import RunError
 from fastturn.sampler.local import LocalSampler
 
