@@ -4,8 +4,8 @@
 
 Work is what the mathematics needs, whatever an implementation does: recomputed logits, padding and
 rows that contribute nothing count against it. Traffic is each operand read once and each result
-written once. Peaks are dense tensor-core figures of the vendor's data sheets; no kernel reaches them
-(plain matrix products reach about three quarters), so `bench gpu` also measures the ceiling.
+written once. Peaks are dense tensor-core figures of the vendor's data sheets; no kernel reaches
+them (plain matrix products reach about three quarters), so scripts/gpu_check measures the ceiling.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def surrogate(
 def attention(
     end_T: Tensor, heads: int, keys: int, width: int, *, backward: bool, itemsize: int = 2
 ) -> Work:
-    """4·E FLOPs for each visible pair and query head forward (QKᵀ, PV); backward adds 10·E (S again,
-    dV, dP, dQ, dK: probabilities of all pairs are too many to keep).
+    """4·E FLOPs for each visible pair and query head forward (QKᵀ, PV); backward adds 10·E (S
+    again, dV, dP, dQ, dK: probabilities of all pairs are too many to keep).
 
     Forward reads q, k, v and writes out; backward reads these and dout and writes dq, dk, dv.
     Example: one token that sees itself, 1 head of width 8: 32 FLOPs forward.
