@@ -1,4 +1,4 @@
-"""Small line and area charts as inline SVG that follow the page: its fonts, its light and dark
+"""Small line charts as inline SVG that follow the page: its fonts, its light and dark
 colours (CSS variables --c0 … --c7, --ink, --grid), its width.
 
 Legends are not drawn; the page writes them as text, so that they never cover data.
@@ -7,6 +7,7 @@ Legends are not drawn; the page writes them as text, so that they never cover da
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ class Line:
     color: int = 0
     style: Literal["line", "dashed", "points"] = "line"
     merge: Literal["mean", "max"] = "mean"
+
+    @property
+    def css(self) -> str:
+        """Its colour for the page's legend."""
+        return color(self.color)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         """The known points, at most 240 of them."""
@@ -97,23 +103,6 @@ def line_chart(
     return _svg(figure, axes, x_label)
 
 
-def area_chart(x: Sequence[float], shares: Sequence[Sequence[float]], first_color: int = 0) -> str:
-    """Stacked shares (each row one layer, columns summing to 1) over x; "" without points."""
-    if not len(x) or not len(shares):
-        return ""
-    lines = [Line("", x, layer).points() for layer in shares]
-    x_N = lines[0][0]
-    if len(x_N) == 1:  # an area needs a width
-        x_N = np.array([x_N[0] - 0.5, x_N[0] + 0.5])
-        lines = [(x_N, np.repeat(y_N, 2)) for _, y_N in lines]
-    figure, axes = _figure(_CARD)
-    colors = [_stand_in(first_color + i) for i in range(len(lines))]
-    axes.stackplot(x_N, [y_N for _, y_N in lines], colors=colors, alpha=0.8, linewidth=0)
-    axes.margins(x=0)
-    _scale(axes, Axis("percent", least=(0.0, 1.0)), [0.0, 1.0])
-    return _svg(figure, axes, "iteration")
-
-
 def _marker_size(points: bool, n: int) -> float:
     """Bigger the fewer there are: a run of one iteration is only markers."""
     if points:
@@ -143,20 +132,25 @@ def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
 
 
 def _scale(axes: Any, axis: Axis, values: Sequence[float]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
     low, high = min(values), max(values)
     if axis.least:
         low, high = min(low, axis.least[0]), max(high, axis.least[1])
     if axis.scale == "log":
-        low, high = 10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high * 1.0001))
+        first = int(np.floor(np.log10(low) + 1e-9))
+        last = max(first + 1, int(np.ceil(np.log10(high) - 1e-9)))
+        low, high = 10.0**first, 10.0**last
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        decades = range(first, last + 1, math.ceil((last - first) / 5))
+        axes.yaxis.set_major_locator(FixedLocator([10.0**k for k in decades]))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0e}".replace("e-0", "e-")))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}".replace("e-0", "e-")))
     else:
-        room = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
-        low = low if axis.least and low == axis.least[0] else low - room
+        spread = high - low if high - low > 1e-9 * abs(high) else 0.0
+        room = 0.04 * spread or 0.1 * abs(high) or 1.0
+        bottom = low if axis.least and low == axis.least[0] else low - room
+        low = 0.0 if bottom < 0 <= low else bottom  # what is never negative has no room below 0
         high = high if axis.least and low < high == axis.least[1] else high + room
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         percent = axis.scale == "percent"
@@ -190,7 +184,7 @@ def _svg(figure: Any, axes: Any, x_label: str) -> str:
     from matplotlib import rc_context
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     axes.set_xlabel(x_label, color=_INK, fontsize=8, loc="right", labelpad=2)
     _place(figure, axes)
     out = io.StringIO()

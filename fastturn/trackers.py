@@ -1,4 +1,5 @@
 """Records as curves elsewhere: TensorBoard, W&B, Trackio; each is imported when it is asked for."""
+
 from __future__ import annotations
 
 import importlib

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from fastturn.charts import Axis, Line, area_chart, line_chart
+from fastturn.charts import Axis, Line, line_chart
 from fastturn.config import as_dict, override
+from fastturn.excerpts import marked, transcripts
 from fastturn.meter import Meter
+from fastturn.numerals import short
 from fastturn.recipes import quickstart
-from fastturn.report import load, marked, page_content, short, transcripts, write_report
+from fastturn.report import page_content, write_report
+from fastturn.runfiles import load
 
 TURNS = 4
 
@@ -318,10 +321,10 @@ def test_marked_keeps_text_and_marks_its_parts() -> None:
 def test_five_transcripts_from_the_whole_run_with_both_signs() -> None:
     samples = [sample(i, 0, sign * 0.5) for i in range(50) for sign in (1, -1)]
     chosen = transcripts(samples)
-    assert [episode["iteration"] for episode in chosen] == ["0", "10", "20", "30", "40"]
-    signs = [episode["turns"][0]["sign"] for episode in chosen]
-    assert signs == ["plus", "minus", "plus", "minus", "plus"]
-    assert [turn["advantage"] for turn in chosen[0]["turns"]] == ["+0.500", "not trained"]
+    assert [episode["iteration"] for episode in chosen] == [0, 10, 20, 30, 40]
+    advantages = [episode["turns"][0]["advantage"] for episode in chosen]
+    assert advantages == [0.5, -0.5, 0.5, -0.5, 0.5]
+    assert [turn["advantage"] for turn in chosen[0]["turns"]] == [0.5, None]
     assert len(transcripts(samples[:2])) == 2
     assert transcripts([]) == []
 
@@ -334,14 +337,14 @@ def test_numbers_read_well() -> None:
 
 def test_ledger_of_the_page_sums_to_all_of_the_time(whole: Path) -> None:
     content = page_content(load(whole.parent))
-    assert sum(float(row["width"]) for row in content["ledger"]["rows"]) == pytest.approx(100)
-    assert "difference 0.0000%" in content["ledger"]["check"]
+    assert sum(row["share"] for row in content["ledger"]["rows"]) == pytest.approx(1)
+    assert content["ledger"]["sum_s"] == pytest.approx(content["ledger"]["wall_s"], rel=1e-9)
+    assert "difference 0.0000 %" in whole.read_text()
 
 
 def test_chart_without_points_is_no_chart() -> None:
     assert line_chart([Line("a", [0, 1], [None, None])]) == ""
     assert line_chart([]) == ""
-    assert area_chart([], []) == ""
 
 
 AXES = [Axis(), Axis("percent"), Axis("log"), Axis(least=(0.0, 1.0)), Axis(least=(0.0, 0.0))]
