@@ -7,6 +7,8 @@ one reduction over [A].
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -19,17 +21,40 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PREFERRED = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
 
 
-def choose(impl: str, table: Mapping[str, Op], device: torch.device) -> Op:
+def choose(
+    impl: str, table: Mapping[str, Op], device: torch.device, dtype: torch.dtype | None = None
+) -> Op:
     """The function named `impl`; "auto" is the first preferred one that the op has on `device`.
+
+    "auto" passes over Triton where it is not installed and for float64, which it does not do; by
+    name both raise `ValueError`, as does a CPU without Triton's interpreter.
 
     Example: `choose("auto", {"torch": f, "reference": g}, torch.device("cpu"))` is `f`.
     """
     if impl == "auto":
         names = PREFERRED.get(device.type, ("torch",))
-        return next(table[name] for name in names if name in table)
+        usable = (n for n in names if n in table)
+        return next(table[n] for n in usable if n != "triton" or not _obstacle(device, dtype))
     if impl not in table:
         raise ValueError(f"impl={impl!r}: expected one of auto, {', '.join(table)}")
+    obstacle = _obstacle(device, dtype) if impl == "triton" else None
+    if obstacle:
+        raise ValueError(f"impl='triton': {obstacle}")
     return table[impl]
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype | None) -> str | None:
+    """Why Triton cannot run these arguments, with the remedy."""
+    if importlib.util.find_spec("triton") is None:
+        return "expected the package triton, which is not installed; pip install triton"
+    if dtype == torch.float64:
+        return "expected float32, bfloat16 or float16, got float64; impl='torch' does float64"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            "expected a CUDA tensor, got a CPU tensor; set TRITON_INTERPRET=1 before triton is "
+            "imported to interpret it, or use impl='torch'"
+        )
+    return None
 
 
 def check_float(name: str, value: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:

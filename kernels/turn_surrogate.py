@@ -119,7 +119,7 @@ def turn_surrogate(
     logprob -0.693, entropy 0.693 and dloss/dlogits = [-½, ½].
     """
     check_head(hidden_RD, head_VD, action_A, row_A, temperature, bias_V, softcap)
-    run = choose(impl, IMPLEMENTATIONS, hidden_RD.device)
+    run = choose(impl, IMPLEMENTATIONS, hidden_RD.device, hidden_RD.dtype)
     settings = Settings(clip_low, clip_high, temperature, kl_coef, softcap)
     given = Terms(action_A, _rows(row_A, action_A), behavior_A, advantage_A, weight_A, reference_A)
     _check(given, settings, hidden_RD)
@@ -231,12 +231,22 @@ def _torch(
     hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, terms: Terms, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     wanted = torch.is_grad_enabled()
-    return _TurnSurrogate.apply(hidden_RD, head_VD, bias_V, terms, settings, wanted)
+    return _TurnSurrogate.apply(hidden_RD, head_VD, bias_V, terms, settings, wanted, _Pass)
+
+
+def _triton(
+    hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, terms: Terms, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .triton_surrogate import TritonPass
+
+    wanted = torch.is_grad_enabled()
+    return _TurnSurrogate.apply(hidden_RD, head_VD, bias_V, terms, settings, wanted, TritonPass)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "torch": _torch,
     "reference": _reference,
+    "triton": _triton,
 }
 
 
@@ -250,9 +260,10 @@ class _TurnSurrogate(torch.autograd.Function):
         terms: Terms,
         settings: Settings,
         wanted: bool,
+        one_pass: Callable[..., Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants = [need and wanted for need in ctx.needs_input_grad[:3]]
-        body = _Pass(hidden_RD, head_VD, bias_V, terms, settings, wants)
+        body = one_pass(hidden_RD, head_VD, bias_V, terms, settings, wants)
         body.run()
         ctx.save_for_backward(*body.gradients.result())
         ctx.mark_non_differentiable(body.logprob_A, body.entropy_A)
@@ -263,12 +274,12 @@ class _TurnSurrogate(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         scale = upstream[0]
         if scale is None:
-            return (None,) * 6
+            return (None,) * 7
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         # Reading a scalar is free on CPU, and saves a second dW.
         if scale.device.type != "cpu" or float(scale) != 1.0:
             saved = tuple(None if g is None else g * scale.to(g.dtype) for g in saved)
-        return *saved, None, None, None
+        return *saved, None, None, None, None
 
 
 def objective(
