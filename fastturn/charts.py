@@ -145,7 +145,7 @@ def _scale(axes: Any, axis: Axis, values: Sequence[float]) -> None:
         decades = range(first, last + 1, math.ceil((last - first) / 5))
         axes.yaxis.set_major_locator(FixedLocator([10.0**k for k in decades]))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}".replace("e-0", "e-")))
+        axes.yaxis.set_major_formatter(FuncFormatter(_power))
     else:
         spread = high - low if high - low > 1e-9 * abs(high) else 0.0
         room = 0.04 * spread or 0.1 * abs(high) or 1.0
@@ -156,6 +156,10 @@ def _scale(axes: Any, axis: Axis, values: Sequence[float]) -> None:
         percent = axis.scale == "percent"
         axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _number))
     axes.set_ylim(low, high)
+
+
+def _power(value: float, _: int) -> str:
+    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e-0", "e-")
 
 
 def _percent(value: float, _: int) -> str:

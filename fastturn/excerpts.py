@@ -14,7 +14,8 @@ from fastturn.runfiles import Record
 SAMPLES = 5
 _MOST_CHARACTERS = 6000  # of one piece of text
 _UNFOLDED = 1200  # characters of a context that are shown without a click
-_TAIL = 300  # and how many at least stay in sight of a longer one
+_TAIL = 300  # about as many stay in sight of a longer one that has no messages
+_PROMPT = 60  # at most as many belong to the header of the reply
 
 _ROLE = (
     r"<\|im_start\|>\w*\n?"
@@ -81,9 +82,11 @@ def folded(text: str) -> tuple[str, str]:
     """
     if len(text) <= _UNFOLDED:
         return "", text
-    last = len(text) - _TAIL
-    starts = [match.start() for match in re.finditer(_ROLE, text[:last])]
-    cut = starts[-1] if starts and starts[-1] > 0 else text.rfind("\n", 0, last) + 1 or last
+    starts = [match.start() for match in re.finditer(_ROLE, text[:-_PROMPT])]
+    if starts and starts[-1] > 0:
+        cut = starts[-1]
+    else:
+        cut = text.rfind("\n", 0, -_TAIL) + 1 or len(text) - _TAIL
     return text[:cut], text[cut:]
 
 

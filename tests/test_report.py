@@ -12,11 +12,11 @@ import pytest
 
 from fastturn.charts import Axis, Line, line_chart
 from fastturn.config import as_dict, override
-from fastturn.excerpts import marked, transcripts
+from fastturn.excerpts import folded, marked, transcripts
 from fastturn.meter import Meter
 from fastturn.numerals import short
 from fastturn.recipes import quickstart
-from fastturn.report import page_content, write_report
+from fastturn.report import evaluation_rows, page_content, write_report
 from fastturn.runfiles import load
 
 TURNS = 4
@@ -311,11 +311,43 @@ def test_marked_keeps_text_and_marks_its_parts() -> None:
     reader.feed(html)
     reader.close()
     assert "".join(found) == text
-    for kind in ("observation", "think", "call", "control"):
+    for kind in ("role", "observation", "think", "call", "control"):
         assert f'<span class="{kind}">' in html
     assert html.count('class="call"') == 2
     assert "characters left out" in marked("x" * 10_000)
     assert len(marked("x" * 100_000)) < 7_000
+
+
+def test_long_contexts_are_folded_at_a_message() -> None:
+    system = "<|im_start|>system\n" + "schema " * 300 + "<|im_end|>\n"
+    question = "<|im_start|>user\n" + "why " * 90 + "<|im_end|>\n<|im_start|>assistant\n"
+    assert folded(question) == ("", question)
+    assert folded(system + question) == (system, question)
+    for text in ("a line\n" * 300, "x" * 3000, question * 20):  # no message, no line, many turns
+        earlier, shown = folded(text)
+        assert earlier + shown == text and earlier
+        assert 300 <= len(shown) <= 1200
+
+
+def test_a_stage_without_a_step_measured_nothing(tmp_path: Path) -> None:
+    meter = Meter(tmp_path)
+    silent = {"steps": 0, "entropy": 0.0, "grad_norm": 0.0, "zero_advantage_share": 1.0}
+    for iteration, change in enumerate(({"entropy": 0.5, "steps": 1}, silent)):
+        meter.record("stage", stage(random.Random(0), iteration, 0, 0.5) | change)
+    meter.close()
+    first, second = load(tmp_path).stages[0]
+    assert first["entropy"] == 0.5
+    assert second["entropy"] is second["grad_norm"] is None
+    assert second["zero_advantage_share"] == 1.0
+
+
+def test_an_evaluation_at_the_end_is_shown_once(tmp_path: Path) -> None:
+    meter = Meter(tmp_path)
+    for iteration, split in ((0, "before"), (10, "during"), (20, "during"), (20, "after")):
+        meter.record("eval", {"iteration": iteration, "split": split, "success": 0.5})
+    meter.close()
+    shown = [row["split"] for row in evaluation_rows(load(tmp_path))]
+    assert shown == ["before", "during", "after"]
 
 
 def test_five_transcripts_from_the_whole_run_with_both_signs() -> None:
@@ -357,6 +389,19 @@ def test_chart_follows_the_theme_and_holds_its_points(axis: Axis, y: list[float 
     svg = line_chart([Line("a", list(range(len(y))), y, color=1)], axis)
     assert "var(--c1)" in svg and "var(--ink)" in svg
     assert "#f00d" not in svg and "font-family" not in svg and "nan" not in svg
+
+
+def test_axes_show_no_more_than_their_range() -> None:
+    """Nothing below 0 for what is never negative; no decade too many on a log axis."""
+
+    def labels(y: list[float | None], axis: Axis) -> list[str]:
+        svg = line_chart([Line("", [0, 1], y)], axis)
+        return re.findall(r"<text[^>]*text-anchor: end[^>]*>([^<]+)<", svg)[1:]
+
+    assert labels([0.01, 1.0], Axis())[0] == "0"
+    assert labels([1e-12, 1e-11], Axis("log", least=(1e-9, 1e-3))) == [
+        *("1e-9", "1e-7", "1e-5", "0.001")
+    ]
 
 
 def test_equal_data_give_equal_bytes() -> None:
