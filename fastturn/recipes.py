@@ -19,7 +19,7 @@ def quickstart() -> Config:
         model=Model(layers=2, width=64, max_context=256),
         sampling=Sampling(turn_tokens=24, episode_tokens=96),
         optim=Optim(lr=5e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
-        warm=Warm(steps=500, batch=32, lr=3e-3, muon_lr=0.02),
+        warm=Warm(steps=600, batch=32, lr=3e-3, muon_lr=0.02),
         save=Save(every=20),
     )
 
@@ -29,18 +29,17 @@ def gsm8k_smollm2() -> Config:
     return Config(
         recipe="gsm8k-smollm2",
         iterations=2,
-        tasks=4,
-        group_size=4,
-        turns=3,
+        tasks=6,
+        group_size=5,
+        turns=4,
         data=Data(domain="math", eval_tasks=8),
         model=Model(path="smollm2-135m", max_context=1024),
         sampling=Sampling(temperature=0.9, turn_tokens=96, episode_tokens=256),
         pack_tokens=2048,
         loss=Loss(kl_coef=0.02),
         optim=Optim(lr=1e-5),
-        warm=Warm(steps=4, batch=4, lr=2e-5),
+        warm=Warm(steps=16, batch=4, lr=1e-4),
         save=Save(every=1, keep=1),
-        threads=2,
     )
 
 
