@@ -45,8 +45,8 @@ class ScoredTokens(NamedTuple):
 
 
 def fuse_trl(trainer: Any) -> None:
-    """Makes a TRL trainer (`GRPOTrainer`, `RLOOTrainer`) compute log-probabilities and entropies,
-    and their gradients, by `linear_logprob`, for its model and its reference model.
+    """Makes a TRL `GRPOTrainer` compute log-probabilities, entropies and their gradients by
+    `linear_logprob`, for its model and its reference model.
 
     Rows whose upstream gradient is 0 (clipped, masked, a group without advantage) cost no backward
     products. Raises `ValueError` for a trainer with a router loss, and for an output layer that is
