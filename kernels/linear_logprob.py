@@ -14,7 +14,7 @@ gradients are all 0 leave before the recomputation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def linear_logprob(
     (-0.693, 0.693).
     """
     check_head(hidden_RD, head_VD, action_A, row_A, temperature, bias_V, softcap)
-    run = choose(impl, IMPLEMENTATIONS, hidden_RD.device)
+    run = choose(impl, IMPLEMENTATIONS, hidden_RD.device, hidden_RD.dtype)
     return run(hidden_RD, head_VD, action_A, row_A, temperature, bias_V, softcap)
 
 
@@ -55,15 +55,49 @@ def _torch(
     bias_V: Tensor | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if row_A is None:
-        row_A = torch.arange(len(action_A), device=action_A.device)
-    return _LinearLogprob.apply(hidden_RD, head_VD, bias_V, action_A, row_A, temperature, softcap)
+    given = Given(action_A, _rows(row_A, action_A), temperature, softcap)
+    return _LinearLogprob.apply(hidden_RD, head_VD, bias_V, given, (_score, _differentiate))
+
+
+def _triton(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    action_A: Tensor,
+    row_A: Tensor | None,
+    temperature: float,
+    bias_V: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    from . import triton_logprob as kernel
+
+    given = Given(action_A, _rows(row_A, action_A), temperature, softcap)
+    leaves = (x for x in (hidden_RD, head_VD, bias_V) if x is not None)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)):
+        live = Live.of(given.action_A, given.row_A)
+        if kernel.without_logits(len(live.row_R), head_VD.shape[1]):
+            return kernel.by_tiles(hidden_RD, head_VD, bias_V, live, temperature, softcap)
+    pair = (kernel.score, kernel.differentiate)
+    return _LinearLogprob.apply(hidden_RD, head_VD, bias_V, given, pair)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "torch": _torch,
     "reference": reference.linear_logprob,
+    "triton": _triton,
 }
+
+
+class Given(NamedTuple):
+    """Arguments without a gradient; `row_A` indexes hidden rows."""
+
+    action_A: Tensor
+    row_A: Tensor
+    temperature: float
+    softcap: float | None
+
+
+def _rows(row_A: Tensor | None, action_A: Tensor) -> Tensor:
+    return torch.arange(len(action_A), device=action_A.device) if row_A is None else row_A
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -73,49 +107,85 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_RD: Tensor,
         head_VD: Tensor,
         bias_V: Tensor | None,
-        action_A: Tensor,
-        row_A: Tensor,
-        temperature: float,
-        softcap: float | None,
+        given: Given,
+        pair: tuple[Callable[..., Any], Callable[..., Any]],
     ) -> tuple[Tensor, Tensor]:
-        live = Live.of(action_A, row_A)
-        head = Head(head_VD, bias_V, temperature, softcap, len(live.row_R))
-        logprob_A, entropy_A = (
-            torch.empty(len(action_A), dtype=head.wide, device=head_VD.device) for _ in "le"
-        )
-        hidden = hidden_RD.detach()
-        for chunk in live.chunks(head.chunk, head.tile):
-            x_CD = head.hidden(hidden, chunk.row_C)
-            _, sum_C, entropy_C, shifted_A = head.exponentials(x_CD, chunk)
-            of = slice(chunk.first, chunk.last)
-            logprob_A[of] = shifted_A - sum_C.log()[chunk.slot_A]
-            entropy_A[of] = entropy_C[chunk.slot_A]
+        """`pair` is the implementation: its score, and its gradient."""
+        action_A, row_A, temperature, softcap = given
         ctx.save_for_backward(hidden_RD, head_VD, bias_V, action_A, row_A)
         ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.differentiate = pair[1]
         ctx.set_materialize_grads(False)
-        return logprob_A, entropy_A
+        live = Live.of(action_A, row_A)
+        found: tuple[Tensor, Tensor] = pair[0](
+            hidden_RD, head_VD, bias_V, live, temperature, softcap
+        )
+        return found
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        glogprob_A, gentropy_A = upstream
-        if glogprob_A is None and gentropy_A is None:
-            return (None,) * 7
+        if all(g is None for g in upstream):
+            return (None,) * 5
         hidden_RD, head_VD, bias_V, action_A, row_A = ctx.saved_tensors
         live_A = torch.zeros_like(action_A, dtype=torch.bool)
         for g in upstream:
             if g is not None:
                 live_A |= g != 0
-        glogprob_L, gentropy_L = (None if g is None else g[live_A] for g in upstream)
         live = Live.of(action_A[live_A], row_A[live_A])
-        head = Head(head_VD, bias_V, ctx.temperature, ctx.softcap, len(live.row_R))
-        gradients = Gradients(hidden_RD, head_VD, bias_V, ctx.needs_input_grad[:3])
-        for chunk in live.chunks(head.chunk, head.tile):
-            x_CD = head.hidden(hidden_RD, chunk.row_C)
-            of = slice(chunk.first, chunk.last)
-            glogprob, gentropy = (None if g is None else g[of] for g in (glogprob_L, gentropy_L))
-            dz_CV = _chunk_gradient(head, chunk, x_CD, glogprob, gentropy)
-            gradients.add(head, chunk.row_C, dz_CV, x_CD)
-        return *gradients.result(), None, None, None, None
+        grads: tuple[Tensor | None, ...] = ctx.differentiate(
+            hidden_RD,
+            head_VD,
+            bias_V,
+            live,
+            ctx.temperature,
+            ctx.softcap,
+            tuple(None if g is None else g[live_A] for g in upstream),
+            ctx.needs_input_grad[:3],
+        )
+        return *grads, None, None
+
+
+def _score(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    live: Live,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    head = Head(head_VD, bias_V, temperature, softcap, len(live.row_R))
+    logprob_A, entropy_A = (
+        torch.empty(len(live.label_A), dtype=head.wide, device=head_VD.device) for _ in "le"
+    )
+    hidden = hidden_RD.detach()
+    for chunk in live.chunks(head.chunk, head.tile):
+        x_CD = head.hidden(hidden, chunk.row_C)
+        _, sum_C, entropy_C, shifted_A = head.exponentials(x_CD, chunk)
+        of = slice(chunk.first, chunk.last)
+        logprob_A[of] = shifted_A - sum_C.log()[chunk.slot_A]
+        entropy_A[of] = entropy_C[chunk.slot_A]
+    return logprob_A, entropy_A
+
+
+def _differentiate(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    live: Live,
+    temperature: float,
+    softcap: float | None,
+    upstream: tuple[Tensor | None, Tensor | None],
+    wants: list[bool],
+) -> tuple[Tensor | None, ...]:
+    head = Head(head_VD, bias_V, temperature, softcap, len(live.row_R))
+    gradients = Gradients(hidden_RD, head_VD, bias_V, wants)
+    for chunk in live.chunks(head.chunk, head.tile):
+        x_CD = head.hidden(hidden_RD, chunk.row_C)
+        of = slice(chunk.first, chunk.last)
+        glogprob, gentropy = (None if g is None else g[of] for g in upstream)
+        dz_CV = _chunk_gradient(head, chunk, x_CD, glogprob, gentropy)
+        gradients.add(head, chunk.row_C, dz_CV, x_CD)
+    return gradients.result()
 
 
 def _chunk_gradient(

@@ -2,8 +2,9 @@
 
 Logits of a chunk are float32 in one buffer. Operands keep the head's dtype: dZ in half precision
 lies in the first half of each row of the buffer, and rows that stay are gathered into the second
-half, so a chunk never needs another [C, V] buffer. Rows of the buffer are multiples of 64 bytes,
-whatever the vocabulary, so the matrix products see aligned operands.
+half, so a chunk never needs another [C, V] buffer. Where a bias wants its gradient, dZ stays
+float32 and is summed before it is rounded into a copy for the products. Rows of the buffer are
+multiples of 64 bytes, whatever the vocabulary, so the matrix products see aligned operands.
 
 CUDA: products of half-precision operands with float32 results; dW accumulates in float32 inside the
 product (`addmm` with out_dtype) where torch has that, or else by slices of the vocabulary.
@@ -42,11 +43,15 @@ def chunk_rows(vocab: int, device: str) -> int:
 class Products:
     """The head, its buffer of logits, and the three matrix products of a chunk."""
 
-    def __init__(self, head_VD: Tensor, bias_V: Tensor | None, count: int) -> None:
+    def __init__(
+        self, head_VD: Tensor, bias_V: Tensor | None, count: int, *, wide: bool = False
+    ) -> None:
+        """`wide`: dZ is written in float32 whatever the head's dtype."""
         self.dtype, self.device = head_VD.dtype, head_VD.device
         self.vocab, self.width = head_VD.shape
         self.on_cpu = self.device.type == "cpu"
         self.half = self.dtype != torch.float32
+        self.dz_dtype = torch.float32 if wide else self.dtype
         self.head_VD = self._operand(head_VD.detach())
         self.bias_V = None if bias_V is None else bias_V.detach().float().contiguous()
         self.chunk = chunk_rows(self.vocab, self.device.type)
@@ -74,21 +79,31 @@ class Products:
     @property
     def dz_CV(self) -> Tensor:
         """Where the kernel writes dZ: the buffer, or the first halves of its rows."""
-        return self.buffer_CV.view(self.dtype)[:, : self.vocab]
+        return self.buffer_CV.view(self.dz_dtype)[:, : self.vocab]
+
+    def all_rows(self, count: int) -> Tensor:
+        """dZ of the chunk's `count` rows, zero rows below to a granule."""
+        dz_NV = self.dz_CV[: padded(count)]
+        dz_NV[count:] = 0
+        return dz_NV
 
     def kept(self, row_N: Tensor, count: int) -> Tensor:
         """dZ of rows `row_N` of the chunk's `count` rows, zero rows below to a granule."""
-        height = padded(len(row_N))
         if len(row_N) == count:
-            dz_NV = self.dz_CV[:height]
-        elif self.half:
-            dz_NV = self.buffer_CV.view(self.dtype)[:height, self.stride :][:, : self.vocab]
+            return self.all_rows(count)
+        height = padded(len(row_N))
+        if self.dz_dtype != torch.float32:
+            dz_NV = self.buffer_CV.view(self.dz_dtype)[:height, self.stride :][:, : self.vocab]
             dz_NV[: len(row_N)] = self.dz_CV[row_N]
         else:
             dz_NV = self.dz_CV.new_empty(height, self.vocab)
             torch.index_select(self.dz_CV, 0, row_N, out=dz_NV[: len(row_N)])
         dz_NV[len(row_N) :] = 0
-        return self._operand(dz_NV)
+        return dz_NV
+
+    def operand(self, dz_NV: Tensor) -> Tensor:
+        """dZ, rounded to the head's dtype, for `grad_hidden` and `add_grad_head`."""
+        return self._operand(dz_NV.to(self.dtype))
 
     def grad_hidden(self, dz_NV: Tensor) -> Tensor:
         """float32 [N, D]."""
@@ -143,13 +158,14 @@ class Sums:
         self, products: Products, row_N: Tensor, dz_NV: Tensor, x_ND: Tensor, gain: float
     ) -> None:
         """dz_NV (times gain) and x_ND belong to hidden rows `row_N`."""
+        if self.dbias_V is not None:
+            self.dbias_V.add_(dz_NV.sum(0, dtype=torch.float32), alpha=1.0 / gain)
+        dz_NV = products.operand(dz_NV)
         if self.dhidden_RD is not None:
             dx_ND = products.grad_hidden(dz_NV)[: len(row_N)]
             self.dhidden_RD[row_N] = dx_ND.div_(gain).to(self.dhidden_RD.dtype)
         if self.dhead_VD is not None:
             products.add_grad_head(dz_NV, x_ND, self.dhead_VD, 1.0 / gain)
-        if self.dbias_V is not None:
-            self.dbias_V.add_(dz_NV.sum(0, dtype=torch.float32), alpha=1.0 / gain)
 
     def result(self) -> tuple[Tensor | None, ...]:
         head, bias = self.dhead_VD, self.dbias_V

@@ -35,7 +35,7 @@ class TritonPass:
         self.hidden_RD, self.terms, self.settings = hidden_RD.detach(), terms, settings
         self.live = Live.of(terms.label_A, terms.row_A)
         self.first_R = first_actions(self.live)
-        self.products = Products(head_VD, bias_V, len(self.live.row_R))
+        self.products = Products(head_VD, bias_V, len(self.live.row_R), wide=wants[2])
         self.gradients = Sums(hidden_RD, head_VD, bias_V, wants)
         self.wanted = any(wants)
         count = len(terms.label_A)

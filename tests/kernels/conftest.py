@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-# Read when triton is first imported, which importing the kernels does not do.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton's kernels run in its interpreter here, on CPU tensors. It is read when triton is first
+# imported, which importing the kernels does not do.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import fastturn.kernels as kernels
 
@@ -162,3 +163,18 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     monkeypatch.setattr(ROWS, "chunk_rows", lambda *_: 16)
     monkeypatch.setattr(ROWS, "tile_rows", lambda *_: 8)
     return 16, 8
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written holds NaN, or the lowest integer."""
+
+    def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).min)
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
