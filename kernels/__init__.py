@@ -1,7 +1,8 @@
 """Fused ops of the trainer: output layer with loss, log-probabilities, and tree attention.
 
 They import torch and nothing of the rest of the package. `impl` picks an implementation by name:
-"torch" (chunked, exact), "reference" (`reference.py`, the plain specification) or "auto".
+"torch" (chunked, exact), "triton" (CUDA; the output layer), "reference" (`reference.py`, the plain
+specification) or "auto".
 """
 
 from .linear_logprob import linear_logprob
