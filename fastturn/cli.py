@@ -27,9 +27,7 @@ KNOWN_ERRORS = (
     ("fastturn.config", "ConfigError", BAD_INPUT),
     ("fastturn.envs.base", "DomainError", BAD_INPUT),
     ("fastturn.render", "TemplateError", BAD_INPUT),
-    ("fastturn.render", "TemplateError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
-    ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),
@@ -58,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print(f"interrupted: {stop}" if str(stop) else "interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"error: {error}; what is on the disk is whole, --resume goes on", file=sys.stderr)
+        return FAILED
     except (ValueError, RuntimeError) as error:
         status = _status(error)
         if status is None:

@@ -58,6 +58,8 @@ def evaluate_path(path: Path, pairs: Sequence[str] = ()) -> dict[str, Any]:
     `pairs` override the run's configuration (a model alone starts from the defaults, so name
     `data.domain` and `data.path` for it). Raises `ConfigError` when `path` holds neither.
     """
+    if path.name == "final" and (path.parent / "config.json").exists():
+        path = path.parent  # the model of a run is evaluated as the run was trained
     run = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
     if "config" in run and not (path / "final").is_dir():
         raise ConfigError(f"{path} has no final model yet; finish the run with --resume")

@@ -8,6 +8,7 @@ term every group has a gradient and is trained.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from fastturn.policy import Objective, Policy
 from fastturn.publish import prove_logprobs, prove_version
 from fastturn.types import Credit, SiblingGroup, Trajectory
 
+logger = logging.getLogger(__name__)
 MOST_SKIPS = 3  # non-finite steps in a row that end the run
 
 
@@ -142,7 +144,7 @@ class Learner:
                 totals.steps = 1
                 self.skips_in_row = 0
             else:
-                self._skip(batches, totals)
+                self._skip(batches, totals, "warm.lr" if objective.on_policy else "optim.lr")
         return totals
 
     def _partition(
@@ -155,8 +157,8 @@ class Learner:
         order = np.random.default_rng([self.config.seed, *key]).permutation(len(groups))
         return [[groups[i] for i in order[part::parts]] for part in range(parts)]
 
-    def _skip(self, batches: Sequence[PackedBatch], totals: Totals) -> None:
-        """Book a non-finite step and keep its batch for replay."""
+    def _skip(self, batches: Sequence[PackedBatch], totals: Totals, rate: str) -> None:
+        """Book a non-finite step and keep its batch for replay; `rate` is the key to blame."""
         totals.skipped = 1
         self.skips_in_row += 1
         folder = self.out / "bad" / f"{len(list((self.out / 'bad').glob('[0-9]*'))):04d}"
@@ -166,11 +168,12 @@ class Learner:
             torch.save({"batches": saved, "model": self.policy.state_dict()}, part / "step.pt")
 
         atomic_folder(folder, write)
+        logger.warning("a step was not finite and is skipped; its batch is in %s", folder)
         if self.skips_in_row >= MOST_SKIPS:
             raise DivergedError(
                 f"{MOST_SKIPS} optimiser steps in a row were not finite (loss {totals.loss}, "
                 f"gradient norm {totals.grad_norm}); the last batch and weights are in {folder}. "
-                f"Lower optim.lr (now {self.config.optim.lr:g}) or look at that batch"
+                f"Lower {rate} (now {self.optimizers.lr:g}) or look at that batch"
             )
 
 

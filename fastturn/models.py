@@ -81,7 +81,7 @@ def load(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     path = config.model.path
     folder: str | Path = smollm2_folder() if path == SMOLLM2 else path
-    shape = AutoConfig.from_pretrained(folder)
+    shape = _shape(folder)
     check_layers(shape, path)
     limit = getattr(shape, "max_position_embeddings", None)
     if limit is not None and config.model.max_context > limit:
@@ -92,6 +92,21 @@ def load(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     remove_regularisation(shape)
     model = AutoModelForCausalLM.from_pretrained(folder, config=shape, dtype=_dtype(config))
     return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _shape(folder: str | Path) -> Any:
+    """The model's configuration, or what is wrong with `model.path`."""
+    path = Path(folder)
+    if (path / "final").is_dir() and (path / "records.jsonl").exists():
+        raise ConfigError(f"model.path={str(path)!r} is a run; its model is {path / 'final'}")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model.path={str(folder)!r}: expected a folder in Hugging Face format or a hub id "
+            f"that can be reached, but: {reason}"
+        ) from error
 
 
 def check_layers(shape: Any, name: str) -> None:

@@ -9,6 +9,7 @@ out/summary.json    the result                                  out/report.html 
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import threading
 from collections import Counter
@@ -24,7 +25,7 @@ from safetensors.torch import load_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fastturn import checkpoint
-from fastturn.config import Config, as_dict
+from fastturn.config import Config, ConfigError, as_dict
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
 from fastturn.learner import Learner
@@ -147,6 +148,26 @@ def open_run(
     holds one of another configuration (the differing keys are named).
     """
     check_folder(out, config, resume)
+    with alone(out):
+        yield from _opened(config, recipe, out, resume, progress)
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """`RunError` when another process is running in `out`. The lock ends with its process."""
+    with (out / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(
+                f"another process is running in {out}; wait for it or choose another --out"
+            ) from error
+        yield
+
+
+def _opened(
+    config: Config, recipe: Config, out: Path, resume: bool, progress: Progress
+) -> Iterator[Run]:
     torch.set_num_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # the run has its own
     newest = checkpoint.latest(out / "checkpoints") if resume else None
@@ -165,6 +186,7 @@ def open_run(
             run.trunks = trunks
             if newest is not None:
                 _restore(run, state, newest)
+            require_room(run)
             # Last, so that a folder holds a run only if its data and model could be opened.
             write_json(out / "config.json", {"config": as_dict(config), "recipe": as_dict(recipe)})
         yield run
@@ -205,8 +227,24 @@ def changed_keys(path: Path, config: Config) -> list[str]:
     ]
 
 
+def require_room(run: Run) -> None:
+    """`ConfigError` before anything is computed when no task of a sample leaves room to answer."""
+    tasks = [task for of in (run.domain.train_tasks, run.domain.eval_tasks) for task in of[:16]]
+    renderer = run.rollout.renderer
+    lengths = [len(renderer.start(run.domain.env().start(task)).context_T) for task in tasks]
+    if min(lengths) + 1 > run.config.model.max_context:
+        shortest = tasks[lengths.index(min(lengths))]
+        raise ConfigError(
+            f"model.max_context={run.config.model.max_context}: the shortest of {len(tasks)} "
+            f"tasks ({shortest.id}) begins with {min(lengths)} tokens; set model.max_context to "
+            f"more than that, or shorten the tasks"
+        )
+
+
 def device_name(config: Config) -> str:
     """Where the policy lives."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch finds no CUDA device here; set device=auto")
     if config.device != "auto":
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -251,7 +289,14 @@ def _own_tokenizer(config: Config, domain: Domain, folder: Path) -> PreTrainedTo
 
 def _restore(run: Run, state: dict[str, Any], folder: Path) -> None:
     run.cursor = Cursor.from_dict(state["cursor"])
+    if run.cursor.phase == "done" and run.cursor.iteration < run.config.iterations:
+        run.cursor.phase, run.cursor.after = "train", {}  # a finished run that is to go on
     if run.cursor.phase != "warm":
+        if run.config.loss.kl_coef > 0 and not (run.out / "reference").exists():
+            raise RunError(
+                f"{run.out / 'reference'} is missing, the policy that the KL term refers to; "
+                f"restore the folder or start a new run"
+            )
         run.begin_training()
     checkpoint.load_weights(folder, run.policy.model, run.learner.optimizers)
     run.rollout.sampler.publish(run.cursor.version)

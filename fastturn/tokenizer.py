@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastturn.config import ConfigError
 from fastturn.envs.base import Domain, Message
 from fastturn.envs.calls import parse_action
 
@@ -78,7 +79,9 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     special = [*CONTROL_TOKENS, *MARKUP_TOKENS]
     least = 256 + len(special)
     if vocab_size < least:
-        raise ValueError(f"vocab_size={vocab_size}: bytes and special tokens need {least} or more")
+        raise ConfigError(
+            f"model.vocabulary={vocab_size}: bytes and special tokens need {least} or more"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -146,6 +146,7 @@ def one_iteration(run: Run) -> dict[str, Any]:
                 stop_if_asked(run)
     record = iteration_record(cursor.iteration, cursor.tally, cursor.totals)
     run.meter.record("iteration", record)
+    warn_silence(run)
     if cursor.iteration == 0 and cursor.tally["episodes"]:
         warn_truncation(run, cursor.tally["ending_truncated"] / cursor.tally["episodes"])
     cursor.iteration, cursor.stage, cursor.tally, run.trunks = (
@@ -318,6 +319,25 @@ def shuffled(length: int, key: int, offset: int) -> int:
     while math.gcd(a, length) != 1:
         a = a % length + 1
     return (a * offset + b) % length
+
+
+def warn_silence(run: Run) -> None:
+    """Say it, once, when an iteration had nothing to learn from."""
+    tally, totals = run.cursor.tally, run.cursor.totals
+    if tally["groups_silent"] < tally["groups"] or totals["silent_iterations"]:
+        return
+    totals["silent_iterations"] += 1
+    if tally["groups"]:
+        run.progress.warn(
+            f"iteration {run.cursor.iteration + 1}: all {tally['groups']} groups are silent (equal "
+            f"returns within each), nothing is trained; if it stays so, the tasks are too hard or "
+            f"too easy for this policy: change the tasks, raise group_size, or warm it up longer"
+        )
+    else:
+        run.progress.warn(
+            f"iteration {run.cursor.iteration + 1}: no group was left to train on; the warnings "
+            f"above name the tasks or environments that failed"
+        )
 
 
 def warn_truncation(run: Run, share: float) -> None:

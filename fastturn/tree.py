@@ -130,12 +130,23 @@ class Rollout:
     on_turn: Callable[[int, int], None] = lambda ended, tokens: None  # progress, after each turn
 
     def roots(self, tasks: Sequence[Task], trunks: int = 1) -> list[Point]:
-        """The start of every task, `trunks` times over: the boundaries of turn 0."""
+        """The start of every task, `trunks` times over: the boundaries of turn 0. Tasks that leave
+        no room for an answer are left out (said, and counted as `task_too_long`)."""
         points = []
         with self.clock.span("environment"):
             for task in tasks:
                 env = self.domain.env()
                 conversation = self.renderer.start(env.start(task))
+                if not self.renderer.fits(conversation):
+                    logger.warning(
+                        "task %s begins with %d tokens, the model reads %d (model.max_context); "
+                        "the task is left out",
+                        task.id,
+                        len(conversation.context_T),
+                        self.config.model.max_context,
+                    )
+                    self.clock.count("task_too_long")
+                    continue
                 for trunk in range(trunks):
                     points.append(Point(task, trunk, 0, 0, env.snapshot(), conversation))
         return points

@@ -71,5 +71,5 @@ def test_template_writes_structured_calls_like_text() -> None:
 
 
 def test_too_small_a_vocabulary_is_named() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size=100: .* need 265"):
+    with pytest.raises(ValueError, match=r"model.vocabulary=100: .* need 265"):
         build_tokenizer(TEXTS, vocab_size=100)

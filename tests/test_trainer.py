@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastturn import trainer
-from fastturn.config import Config, override
+from fastturn.config import Config, ConfigError, override
 from fastturn.learner import DivergedError
 from fastturn.recipes import quickstart
 from fastturn.records import read_lines, untimed
-from fastturn.run import RunError
+from fastturn.run import RunError, alone
 from fastturn.sampler.local import LocalSampler
 
 PARITY = Path(__file__).with_name("parity.py")
@@ -230,14 +231,36 @@ def test_another_configuration_is_named_on_resume(whole):
 
 
 def test_a_finished_run_resumes_to_nothing_and_can_be_extended(whole, tmp_path):
-    import shutil
-
     out = tmp_path / "copy"
     shutil.copytree(whole, out)
     summary = run(out, resume=True)
     assert records(out) == records(whole) and summary["iterations"] == 2
-    assert run(out, "iterations=3", resume=True)["iterations"] == 3
-    assert len(records(out, "iteration")) == 3
+    before = (out / "final" / "model.safetensors").read_bytes()
+    assert run(out, "iterations=4", "optim.lr=5e-4", resume=True)["iterations"] == 4
+    assert len(records(out, "iteration")) == 4
+    assert [r["iteration"] for r in records(out, "eval")] == [0, 2, 4]
+    assert (out / "final" / "model.safetensors").read_bytes() != before
+
+
+def test_two_processes_never_share_a_folder(tmp_path):
+    with alone(tmp_path), pytest.raises(RunError, match="another process is running"):
+        run(tmp_path)
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_contexts_without_room_are_refused_at_the_start_and_left_out_later(tmp_path, caplog):
+    with pytest.raises(ConfigError, match=r"model\.max_context=4: the shortest of 32 tasks"):
+        run(tmp_path / "a", "model.max_context=4")
+    run(tmp_path / "b", "model.max_context=12", "iterations=1", "warm.steps=2")
+    assert "the task is left out" in caplog.text or records(tmp_path / "b", "iteration")
+
+
+def test_the_reference_of_a_kl_run_must_be_there_to_resume(tmp_path):
+    out = tmp_path / "run"
+    run(out, "loss.kl_coef=0.02", "iterations=1")
+    shutil.rmtree(out / "reference")
+    with pytest.raises(RunError, match="reference is missing"):
+        run(out, "loss.kl_coef=0.02", "iterations=2", resume=True)
 
 
 def test_non_finite_steps_are_skipped_kept_and_end_the_run(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from fastturn.config import Config
+from fastturn.config import Config, ConfigError
 from fastturn.envs.arithmetic import CALCULATOR, calculate
 from fastturn.envs.base import Env, Message, Task, register
 from fastturn.envs.calls import spoken
@@ -140,6 +140,11 @@ class CalculatorDomain:
     demonstrations, and its prompt is the question alone (about 15 tokens)."""
 
     def __init__(self, config: Config) -> None:
+        if config.data.path:
+            raise ConfigError(
+                f"data.path={config.data.path!r}: the domain 'calculator' makes its own tasks; "
+                f"leave data.path empty, or set data.domain=math to read them from a file"
+            )
         self._described = bool(config.model.path)
         self._timeout_s = config.data.tool_timeout_s
         self.tools: list[dict[str, Any]] = [_TOOL.schema] if self._described else []
