@@ -29,7 +29,7 @@ def gsm8k_smollm2() -> Config:
     return Config(
         recipe="gsm8k-smollm2",
         iterations=2,
-        tasks=6,
+        tasks=4,
         group_size=5,
         turns=4,
         data=Data(domain="math", eval_tasks=8),
@@ -38,7 +38,7 @@ def gsm8k_smollm2() -> Config:
         pack_tokens=2048,
         loss=Loss(kl_coef=0.02),
         optim=Optim(lr=1e-5),
-        warm=Warm(steps=16, batch=4, lr=1e-4),
+        warm=Warm(steps=12, batch=4, lr=1e-4),
         save=Save(every=1, keep=1),
     )
 
