@@ -188,6 +188,7 @@ def test_text_of_times_and_fields() -> None:
 SCRIPT = """
 import os, signal, time
 from fastturn.progress import Progress
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with it ignored
 with Progress() as progress, progress.task("run", 100) as task:
     for i in range(100):
         task.advance()
