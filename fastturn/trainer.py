@@ -330,8 +330,8 @@ def warn_silence(run: Run) -> None:
     if tally["groups"]:
         run.progress.warn(
             f"iteration {run.cursor.iteration + 1}: all {tally['groups']} groups are silent (equal "
-            f"returns within each), nothing is trained; if it stays so, the tasks are too hard or "
-            f"too easy for this policy: change the tasks, raise group_size, or warm it up longer"
+            f"returns within each), rewards teach nothing; if it stays so, the tasks are too hard "
+            f"or too easy for this policy: change them, raise group_size, or warm it up longer"
         )
     else:
         run.progress.warn(
