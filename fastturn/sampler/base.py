@@ -69,3 +69,33 @@ class Sampler(Protocol):
     ) -> list[list[Completion]]: ...
 
     def publish(self, version: int) -> None: ...
+
+
+def check_requests(
+    requests: Sequence[Request], params: SamplingParams, vocabulary: int, max_context: int
+) -> None:
+    """`ValueError` for an empty or over-long context, an id outside the vocabulary, a budget below
+    one or a negative temperature; names the request, the value and the remedy.
+
+    Example: a context of 96 ids with `max_context=96` leaves no room to sample and is refused.
+    """
+    if not params.temperature >= 0:
+        raise ValueError(f"temperature={params.temperature}: expected 0 (greedy) or more")
+    for index, request in enumerate(requests):
+        length = len(request.context_T)
+        if not 1 <= length < max_context:
+            raise ValueError(
+                f"request {index}: a context of {length} tokens; the model reads at most "
+                f"{max_context}, one of which must be sampled, so a context has 1 to "
+                f"{max_context - 1}; shorten the context or raise model.max_context"
+            )
+        if request.max_tokens < 1:
+            raise ValueError(
+                f"request {index}: max_tokens={request.max_tokens}; expected at least 1"
+            )
+        low, high = int(request.context_T.min()), int(request.context_T.max())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"request {index}: token id {low if low < 0 else high}; the model's vocabulary "
+                f"has ids 0 to {vocabulary - 1}; use the tokenizer that came with the model"
+            )

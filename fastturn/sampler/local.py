@@ -30,7 +30,7 @@ from fastturn.sampler.attention import (
     SuffixAttention,
     blocks,
 )
-from fastturn.sampler.base import Request, SamplerStats, SamplingParams
+from fastturn.sampler.base import Request, SamplerStats, SamplingParams, check_requests
 from fastturn.sampler.draw import Rows
 from fastturn.sampler.store import PrefixStore, Slots, order_key
 from fastturn.types import Completion, Ids
@@ -91,27 +91,7 @@ class LocalSampler:
         return answers
 
     def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        if not params.temperature >= 0:
-            raise ValueError(f"temperature={params.temperature}: expected 0 (greedy) or more")
-        vocabulary = len(self.policy.head().weight_VD)
-        for index, request in enumerate(requests):
-            length = len(request.context_T)
-            if not 1 <= length < self.max_context:
-                raise ValueError(
-                    f"request {index}: a context of {length} tokens; the model reads at most "
-                    f"{self.max_context}, one of which must be sampled, so a context has 1 to "
-                    f"{self.max_context - 1}; shorten the context or raise model.max_context"
-                )
-            if request.max_tokens < 1:
-                raise ValueError(
-                    f"request {index}: max_tokens={request.max_tokens}; expected at least 1"
-                )
-            low, high = int(request.context_T.min()), int(request.context_T.max())
-            if low < 0 or high >= vocabulary:
-                raise ValueError(
-                    f"request {index}: token id {low if low < 0 else high}; the model's vocabulary "
-                    f"has ids 0 to {vocabulary - 1}; use the tokenizer that came with the model"
-                )
+        check_requests(requests, params, len(self.policy.head().weight_VD), self.max_context)
         if self._weights_state() != self._published:
             raise RuntimeError(
                 f"the policy's weights changed since publish({self.version}); samples would carry "
