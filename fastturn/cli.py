@@ -144,7 +144,10 @@ def _train(options: argparse.Namespace) -> int:
     config = override(recipe, options.pairs)
     if options.dry_run:
         from fastturn.plan import print_plan
+        from fastturn.preflight import check_data, preflight
 
+        preflight(config)
+        check_data(config)
         print_plan(config, recipe)
         return 0
     was_there = options.out is not None and options.out.exists()

@@ -38,6 +38,7 @@ class Shape:
     mlp: int
     vocabulary: int
     tied: bool
+    positions: int | None = None  # most tokens that the model reads, where it states a limit
 
     @property
     def parameters(self) -> int:
@@ -60,7 +61,7 @@ class Shape:
         return 5 * self.width + attention + 4 * self.mlp
 
 
-SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True)
+SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True, positions=8192)
 
 
 def shape_of(config: Config) -> Shape | None:
@@ -99,6 +100,7 @@ def _read_shape(values: Mapping[str, Any]) -> Shape:
         mlp=values["intermediate_size"],
         vocabulary=values["vocab_size"],
         tied=bool(values.get("tie_word_embeddings", False)),
+        positions=values.get("max_position_embeddings"),
     )
 
 

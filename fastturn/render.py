@@ -68,6 +68,24 @@ class Conversation:
 ContextPolicy = Callable[[Sequence[Piece]], Sequence[Piece]]
 
 
+def check_context(context: str, max_context: int) -> tuple[str, str]:
+    """The name of a context policy and what follows its colon; `ConfigError` for no policy.
+
+    Example: `check_context("truncate:64", 512)` is `("truncate", "64")`.
+    """
+    name, _, value = context.partition(":")
+    if name == "truncate" and not (value.isdigit() and 0 < int(value) < max_context):
+        raise ConfigError(
+            f"context={context!r}: expected truncate:N with N tokens from 1 to below "
+            f"max_context={max_context}, for example truncate:{max_context // 2}"
+        )
+    if name not in ("truncate", "summarise") and context not in _CONTEXTS:
+        raise ConfigError(f"context={context!r}: expected one of {', '.join(_CONTEXTS)}")
+    if name == "summarise" and value:
+        load_function(value, "context")
+    return name, value
+
+
 class Renderer:
     """Turns messages into contexts and sampled ids into actions, for one tokenizer and template.
 
@@ -207,23 +225,16 @@ class Renderer:
         return conversation.context_T
 
     def _context_policy(self, context: str, summary: Callable[[str], str] | None) -> ContextPolicy:
-        name, _, value = context.partition(":")
-        if context == "keep":
+        name, value = check_context(context, self.max_context)
+        if name == "keep":
             return lambda pieces: pieces
-        if context == "strip_think":
+        if name == "strip_think":
             return self._strip_think
-        if name == "truncate" and value.isdigit() and 0 < int(value) < self.max_context:
-            return lambda pieces: truncate(pieces, int(value))
         if name == "truncate":
-            raise ConfigError(
-                f"context={context!r}: expected truncate:N with N tokens from 1 to below "
-                f"max_context={self.max_context}, for example truncate:{self.max_context // 2}"
-            )
-        if name == "summarise":
-            function = load_function(value, "context") if value else summary or list_calls
-            self._template.check_summaries()
-            return lambda pieces: self._summarise(pieces, function)
-        raise ConfigError(f"context={context!r}: expected one of {', '.join(_CONTEXTS)}")
+            return lambda pieces: truncate(pieces, int(value))
+        function = load_function(value, "context") if value else summary or list_calls
+        self._template.check_summaries()
+        return lambda pieces: self._summarise(pieces, function)
 
     def _strip_think(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Every action without its thinking, and without the `<think>` that a prompt opened."""

@@ -32,6 +32,7 @@ from fastturn.learner import Learner
 from fastturn.meter import Meter
 from fastturn.optim import training_optimizer, warm_optimizer
 from fastturn.policy import Policy
+from fastturn.preflight import preflight
 from fastturn.progress import Progress
 from fastturn.records import write_json
 from fastturn.render import Renderer
@@ -147,6 +148,7 @@ def open_run(
     Raises `RunError` when `out` already holds a run (without `resume`), holds none (with it), or
     holds one of another configuration (the differing keys are named).
     """
+    preflight(config)
     check_folder(out, config, resume)
     with alone(out):
         yield from _opened(config, recipe, out, resume, progress)
@@ -243,8 +245,6 @@ def require_room(run: Run) -> None:
 
 def device_name(config: Config) -> str:
     """Where the policy lives."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': torch finds no CUDA device here; set device=auto")
     if config.device != "auto":
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,10 +21,15 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def open_trackers(names: Sequence[str], out: Path, run_id: str) -> list[Tracker]:
+def check_trackers(names: Sequence[str]) -> None:
+    """`ConfigError` for a name that is none of `TRACKERS`."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"trackers={name!r}: expected any of {', '.join(TRACKERS)}")
+
+
+def open_trackers(names: Sequence[str], out: Path, run_id: str) -> list[Tracker]:
+    check_trackers(names)
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         if name == "tensorboard":

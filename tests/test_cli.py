@@ -227,6 +227,39 @@ def test_dry_run_says_everything_and_starts_nothing(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("context=nonsense", "expected one of keep, strip_think"),
+        ("context=truncate:900", "below max_context=256"),
+        ("context=summarise:nowhere.py:f", "there is no file"),
+        ("data.domain=foo", "the nearest is"),
+        ("data.domain=math", "data.path"),
+        ("data.path=./nowhere.jsonl", "nowhere.jsonl"),
+        ("trackers=foo", "expected any of tensorboard"),
+        ("model.path=/nope", "there is no such folder"),
+        ("device=cuda", "finds no CUDA device"),
+    ],
+)
+def test_dry_run_refuses_what_the_run_would(pair, message, tmp_path, monkeypatch, capsys):
+    """And both in the same words: the run's own check is the same one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    domain = ["data.domain=math"] if pair.startswith("data.path") else []
+    said = fails(capsys, "train", "quickstart", "--dry-run", *domain, pair)
+    assert message in said
+    assert fails(capsys, "train", "quickstart", "--out", "run", *domain, pair) == said
+    assert not any(tmp_path.iterdir())
+
+
+def test_dry_run_refuses_a_context_that_the_model_does_not_read(tmp_path, capsys):
+    from transformers import LlamaConfig
+
+    LlamaConfig(max_position_embeddings=128).save_pretrained(tmp_path)
+    pairs = [f"model.path={tmp_path}", "model.max_context=129"]
+    assert "reads at most 128" in fails(capsys, "train", "quickstart", "--dry-run", *pairs)
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["recipes"],
@@ -296,7 +329,7 @@ def test_memory_of_a_model_folder(tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
     config = Config(model=Model(path=str(tmp_path)))
-    shape = plan.Shape(2, 64, 4, 2, 16, 128, 1000, tied=False)
+    shape = plan.Shape(2, 64, 4, 2, 16, 128, 1000, tied=False, positions=2048)
     assert plan.shape_of(config) == shape
     memory = plan.memory_gib(config)
     assert memory["weights"] == shape.parameters * 4 / 2**30

@@ -1,0 +1,65 @@
+"""What can be known to be wrong before anything is computed, downloaded or written.
+
+The dry run and the run itself ask the same questions here, so what the one accepts the other does
+not refuse. torch is imported only to look for a device that was asked for by name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fastturn.config import Config, ConfigError
+from fastturn.envs import load_domain
+from fastturn.plan import shape_of
+from fastturn.render import check_context
+from fastturn.trackers import check_trackers
+
+NAME = r"[A-Za-z0-9][\w.-]*"
+HUB_ID = re.compile(rf"{NAME}(/{NAME})?(?<!\.json)(?<!\.jsonl)")
+
+
+def preflight(config: Config) -> None:
+    """Raise `ConfigError` for settings that no run could begin with. A model that is not on this
+    machine yet is left to its loading."""
+    check_trackers(config.trackers)
+    check_context(config.context, config.model.max_context)
+    check_device(config)
+    check_model(config)
+
+
+def check_data(config: Config) -> None:
+    """Raise `ConfigError` or `DomainError` for tasks that cannot be used, as loading them does;
+    data on the hub is left to the run."""
+    if not _on_hub(config.data.path):
+        load_domain(config)
+
+
+def check_device(config: Config) -> None:
+    if config.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("device='cuda': torch finds no CUDA device here; set device=auto")
+
+
+def check_model(config: Config) -> None:
+    """The path exists, unless it may be a hub id, and the model reads `model.max_context`."""
+    path = config.model.path
+    if path and not Path(path).exists() and not _on_hub(path) and path != "smollm2-135m":
+        raise ConfigError(
+            f"model.path={path!r}: there is no such folder; name a folder in Hugging Face format, "
+            f"a hub id (owner/name) or smollm2-135m"
+        )
+    shape = shape_of(config)
+    limit = shape.positions if shape else None
+    if limit is not None and config.model.max_context > limit:
+        raise ConfigError(
+            f"model.max_context={config.model.max_context}: {path} reads at most {limit} tokens; "
+            f"set model.max_context={limit} or less"
+        )
+
+
+def _on_hub(path: str) -> bool:
+    """Whether `path` can only be a dataset or model of the hub."""
+    return bool(path) and not Path(path).exists() and bool(HUB_ID.fullmatch(path))
