@@ -11,6 +11,20 @@ from fastturn.kernels import linear_logprob
 
 
 @dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with gated MLPs and an output layer tied to the embedding."""
+
+    vocab: int
+    width: int
+    inner: int  # of the MLP
+    heads: int
+    keys: int  # key/value heads
+
+
+SMOLLM2 = ModelShape(vocab=49152, width=576, inner=1536, heads=9, keys=3)  # SmolLM2-135M: 30 layers
+
+
+@dataclass(frozen=True, slots=True)
 class SurrogateCase:
     """Output layer of SmolLM2-135M over one micro-batch; `half` is what every other row is.
 
@@ -19,8 +33,8 @@ class SurrogateCase:
 
     half: str = "live"
     actions: int = 2048
-    width: int = 576
-    vocab: int = 49152
+    width: int = SMOLLM2.width
+    vocab: int = SMOLLM2.vocab
 
     @property
     def name(self) -> str:
@@ -100,23 +114,80 @@ def attention_inputs(case: AttentionCase, device: str) -> tuple[Tensor, Tensor, 
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What one update reads: tokens, visible query-key pairs of a layer, rows of the output layer.
+
+    `tokens` and `pairs` include padding where the batch has any.
+    """
+
+    tokens: int
+    pairs: int
+    rows: int
+
+    def flops(self, shape: ModelShape, layers: int) -> int:
+        """Floating-point operations of forward and backward: the matrix products alone.
+
+        A product of [n, a] and [a, b] is 2·n·a·b, and its backward is two such products, so
+
+            6 · tokens · layers · (2·D·D + 2·D·D·K/H + 3·D·I)      projections and MLP
+          + 12 · pairs · layers · D                                q·k and p·v
+          + 6 · rows · D · V                                       output layer
+
+        with D the width, H and K the query and key heads, I the inner width, V the vocabulary.
+        What an implementation computes twice to save memory is counted once.
+
+        Example: width 2, 1 of 1 heads, inner 3, vocabulary 5, one layer: 10 tokens, 20 pairs and
+        4 rows are 6·10·34 + 12·20·2 + 6·4·10 = 2760.
+        """
+        d = shape.width
+        layer = 2 * d * d + 2 * d * d * shape.keys // shape.heads + 3 * d * shape.inner
+        attention = 12 * self.pairs * d
+        return layers * (6 * self.tokens * layer + attention) + 6 * self.rows * d * shape.vocab
+
+
+@dataclass(frozen=True, slots=True)
 class StepCase:
-    """One group: `siblings` actions of `tokens` tokens on one context, SmolLM2-135M's shape."""
+    """One group on one context: `siblings` actions of `tokens` tokens on average.
+
+    Lengths lie evenly between half and one and a half times `tokens`, so that a batch has padding.
+    """
 
     context: int = 512
     siblings: int = 8
     tokens: int = 64
-    layers: int = 30
+    layers: int = 4
+    shape: ModelShape = SMOLLM2
 
     @property
     def name(self) -> str:
-        return f"update/{self.context}+{self.siblings}x{self.tokens}"
+        return f"update/{self.context}+{self.siblings}x{self.tokens}/layers={self.layers}"
 
     @property
-    def ideal(self) -> float:
-        """Tokens read without sharing over tokens read with it.
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each action. Example: 3 siblings of 8 tokens are (4, 8, 12)."""
+        last = self.siblings - 1
+        share = [number / last - 0.5 if last else 0 for number in range(self.siblings)]
+        return tuple(self.tokens + round(x * self.tokens) for x in share)
 
-        Example: 8 · (512 + 64) / (512 + 8 · 64) = 4.5.
-        """
-        packed = self.context + self.siblings * self.tokens
-        return self.siblings * (self.context + self.tokens) / packed
+    @property
+    def packed(self) -> Work:
+        """The context once; the last token of an action is only a label."""
+        read = [length - 1 for length in self.lengths]
+        pairs = _causal(self.context) + sum(n * self.context + _causal(n) for n in read)
+        return Work(self.context + sum(read), pairs, sum(self.lengths))
+
+    @property
+    def rows(self) -> Work:
+        """The context once for each sibling, without padding."""
+        read = [self.context + length - 1 for length in self.lengths]
+        return Work(sum(read), sum(map(_causal, read)), sum(self.lengths))
+
+    @property
+    def flop_ratio(self) -> float:
+        """Operations of separate rows over those of the packed group: the ideal speed-up."""
+        rows, packed = (w.flops(self.shape, self.layers) for w in (self.rows, self.packed))
+        return rows / packed
+
+
+def _causal(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,18 +32,29 @@ def check_equal(run: Mapping[str, Provider], truth: str, tolerance: float) -> No
                 )
 
 
-def seconds(run: Mapping[str, Provider], repeats: int) -> dict[str, list[float]]:
-    """Wall-clock of each provider, alternating, after one uncounted repetition of each."""
+def seconds(run: Mapping[str, Provider], repeats: int, warm: int = 1) -> dict[str, list[float]]:
+    """Wall-clock of each provider, alternating, after `warm` uncounted repetitions of each."""
     times: dict[str, list[float]] = {name: [] for name in run}
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats + warm):
         for name, provider in run.items():
             _wait()
             start = time.perf_counter()
             provider()
             _wait()
-            if repeat:
+            if repeat >= warm:
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+def compared(
+    case: str, times: Mapping[str, Sequence[float]], config: Mapping[str, Any]
+) -> Iterator[Measured]:
+    """The time of every provider, and that of "fastturn" over each other's within a round."""
+    for name, values in times.items():
+        yield Measured(case, name, "time", "s", tuple(values), config)
+        if name != "fastturn":
+            share = ratios(times["fastturn"], values)
+            yield Measured(case, "fastturn", f"time / {name}", "1", share, config)
 
 
 def peak_bytes(provider: Provider) -> int:
@@ -80,7 +92,7 @@ def ratios(of: Sequence[float], to: Sequence[float]) -> tuple[float, ...]:
 def table(measured: Sequence[Measured]) -> str:
     """One line a metric: case, provider, metric, p50 [p20, p80] unit."""
     lines = [
-        f"{m.case:34} {m.provider:12} {m.metric:22} {m.percentile(0.5):10.4g} "
+        f"{m.case:34} {m.provider:14} {m.metric:27} {m.percentile(0.5):10.4g} "
         f"[{m.percentile(0.2):.4g}, {m.percentile(0.8):.4g}] {m.unit}"
         for m in measured
     ]

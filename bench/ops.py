@@ -8,7 +8,6 @@ separate pass. `plain` is log-softmax, gather and autograd; for attention, a den
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from fastturn.kernels import TreePlan, tree_attention, turn_surrogate
 
-from . import cases
-from .measure import Provider, check_equal, peak_bytes, ratios, seconds, table
-from .record import Measured, record, require_clean
+from . import cases, command
+from .measure import Provider, check_equal, compared, peak_bytes, ratios, seconds
+from .record import Measured
 
 CLIP = 0.2
 TOLERANCE = 2e-4  # float32, sums over 2048 rows
@@ -118,35 +117,16 @@ def attention(repeats: int, device: str) -> Iterator[Measured]:
     for case in cases.ATTENTION:
         run, config = attention_providers(case, device), asdict(case)
         check_equal(run, "dense", TOLERANCE)
-        times = seconds(run, repeats)
-        for name, values in times.items():
-            yield Measured(case.name, name, "time", "s", tuple(values), config)
-        share = ratios(times["fastturn"], times["dense"])
-        yield Measured(case.name, "fastturn", "time / dense", "1", share, config)
+        yield from compared(case.name, seconds(run, repeats), config)
 
 
 OPS = {"surrogate": surrogate, "attention": attention}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench ops", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("ops", nargs="*", default=list(OPS), help=f"any of {', '.join(OPS)}")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    args = parser.parse_args(argv)
-    unknown = sorted(set(args.ops) - set(OPS))
-    if unknown:
-        parser.error(f"unknown op {', '.join(unknown)}: expected any of {', '.join(OPS)}")
-    if not args.no_record:
-        require_clean()
-    torch.set_num_threads(args.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    measured: list[Measured] = []
-    for name in args.ops:
-        for one in OPS[name](args.repeats, device):
-            measured.append(one)
-            print(table([one]), flush=True)
-    if not args.no_record:
-        print(f"recorded in {record('ops', measured, device)}")
-    return 0
+    parser = command.parser("ops", __doc__, repeats=5)
+    kind = command.one_of("op", OPS)
+    parser.add_argument("ops", nargs="*", type=kind, default=list(OPS), help=", ".join(OPS))
+    args = command.options(parser, argv)
+    found = (one for name in args.ops for one in OPS[name](args.repeats, args.device))
+    return command.report("ops", found, args)

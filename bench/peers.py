@@ -11,7 +11,6 @@ against plain torch in float64 on the same inputs.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,10 @@ from torch import Tensor
 
 from fastturn.kernels import linear_logprob, turn_surrogate
 
-from .measure import Provider, check_equal, ratios, seconds, table
-from .record import Measured, record, require_clean
+from . import command
+from .cases import SMOLLM2
+from .measure import Provider, check_equal, compared, seconds
+from .record import Measured
 
 CLIP = 0.2
 TOLERANCE = 2e-4  # float32, sums over 2048 rows
@@ -45,7 +46,7 @@ class PeerCase:
         return f"grpo/{self.sequences}x{self.tokens}/{self.dtype}"
 
 
-TIMED = PeerCase(16, 128, 576, 49152, "float32")
+TIMED = PeerCase(16, 128, SMOLLM2.width, SMOLLM2.vocab, "float32")
 ERROR = PeerCase(64, 16, 64, 512, "bfloat16")
 
 
@@ -188,12 +189,7 @@ def times(case: PeerCase, repeats: int, device: str) -> Iterator[Measured]:
     inputs, config = peer_inputs(case, device), asdict(case)
     run = providers(inputs, compiled=True)
     check_equal({"plain": lambda: step(plain_loss, inputs)} | run, "plain", TOLERANCE)
-    measured = seconds(run, repeats)
-    for name, values in measured.items():
-        yield Measured(case.name, name, "time", "s", tuple(values), config)
-        if name != "fastturn":
-            share = ratios(measured["fastturn"], values)
-            yield Measured(case.name, "fastturn", f"time / {name}", "1", share, config)
+    yield from compared(case.name, seconds(run, repeats), config)
 
 
 def errors_of(case: PeerCase, device: str) -> dict[str, Mapping[str, float]]:
@@ -225,25 +221,10 @@ PARTS = {"time": (times, TIMED), "error": (errors, ERROR)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench peers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    args = parser.parse_args(argv)
-    unknown = sorted(set(args.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {', '.join(unknown)}: expected any of {', '.join(PARTS)}")
-    if not args.no_record:
-        require_clean()
-    torch.set_num_threads(args.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    measured: list[Measured] = []
-    for name in args.parts:
-        part, case = PARTS[name]
-        for one in part(case, args.repeats, device):
-            measured.append(one)
-            print(table([one]), flush=True)
-    if not args.no_record:
-        print(f"recorded in {record('peers', measured, device)}")
-    return 0
+    parser = command.parser("peers", __doc__, repeats=5)
+    kind = command.one_of("part", PARTS)
+    parser.add_argument("parts", nargs="*", type=kind, default=list(PARTS), help=", ".join(PARTS))
+    args = command.options(parser, argv)
+    chosen = (PARTS[name] for name in args.parts)
+    found = (one for part, case in chosen for one in part(case, args.repeats, args.device))
+    return command.report("peers", found, args)

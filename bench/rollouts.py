@@ -10,7 +10,6 @@ model's own attention before timing.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,12 +25,13 @@ from fastturn.sampler.base import Request, SamplingParams
 from fastturn.sampler.local import LocalSampler
 from fastturn.types import Ids
 
-from .measure import WrongResult, ratios, table
-from .record import Measured, record, require_clean
-from .steps import smollm2_shape
+from . import command
+from .cases import SMOLLM2
+from .layouts import random_model
+from .measure import WrongResult, ratios
+from .record import Measured
 
 LOGPROB_TOLERANCE = 1e-4
-VOCABULARY = 49152
 
 Provider = Callable[[Sequence[Ids], int], int]  # contexts, new tokens -> tokens sampled in all
 
@@ -51,7 +51,7 @@ class RolloutCase:
     def inputs(self) -> list[Ids]:
         rng = np.random.default_rng(0)
         shape = (self.contexts, self.context)
-        return list(rng.integers(0, VOCABULARY, shape).astype(np.int32))
+        return list(rng.integers(0, SMOLLM2.vocab, shape).astype(np.int32))
 
 
 def providers(policy: Policy, siblings: int) -> dict[str, Provider]:
@@ -130,31 +130,18 @@ def measure(policy: Policy, case: RolloutCase, repeats: int) -> Iterator[Measure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    summary = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="bench rollouts", description=summary)
+    parser = command.parser("rollouts", __doc__, repeats=3)
     usual = RolloutCase()
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--context", type=int, default=usual.context)
     parser.add_argument("--tokens", type=int, default=usual.tokens)
     parser.add_argument("--layers", type=int, default=usual.layers)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    args = parser.parse_args(argv)
-    if not args.no_record:
-        require_clean()
-    torch.set_num_threads(args.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = smollm2_shape(args.layers)
-    policy = Policy(model.to(device).eval())
-    measured: list[Measured] = []
-    for contexts in args.contexts:
-        case = RolloutCase(
-            contexts=contexts, context=args.context, tokens=args.tokens, layers=args.layers
-        )
-        for one in measure(policy, case, args.repeats):
-            measured.append(one)
-            print(table([one]), flush=True)
-    if not args.no_record:
-        print(f"recorded in {record('rollouts', measured, device)}")
-    return 0
+    args = command.options(parser, argv)
+    model: Any = random_model(SMOLLM2, args.layers)
+    policy = Policy(model.to(args.device).eval())
+    each = (
+        RolloutCase(contexts=contexts, context=args.context, tokens=args.tokens, layers=args.layers)
+        for contexts in args.contexts
+    )
+    found = (one for case in each for one in measure(policy, case, args.repeats))
+    return command.report("rollouts", found, args)
