@@ -1,14 +1,13 @@
 """The isthmus: the only file that knows both turns and tensors.
 
 Left of here there is no torch, right of here there are no turns. `pack` writes every scored turn
-`c_k + l_k` into a trie, depth first, with a stack machine:
+`c_k + l_k` into a trie (`trie.py`), depth first, so a context is stored once for all its siblings,
+siblings that begin with the same sampled tokens share those too, and the next turn of the same
+trajectory continues where the last one ended. A prefix is shared if and only if its ids are equal,
+whatever group or task it belongs to. Each action token writes one loss row whose source is the
+token on top of the stack before it. The last token of an action is only a label.
 
-    pop to the longest prefix that the stack and the next sequence share, push the rest
-
-so a context is stored once for all its siblings, siblings that begin with the same sampled tokens
-share those too, and the next turn of the same trajectory continues where the last one ended. A
-prefix is shared if and only if its ids are equal. Each action token writes one loss row whose
-source is the token on top of the stack before it. The last token of an action is only a label.
+    groups -> paths (what is read) -> sorted -> plan (`cut.py`) -> trie -> PackedBatch
 
 One integer a token is the whole attention mask: `end_T[j]` is the packed index at which token `j`
 was popped, `visible(q, k) = k <= q < end_T[k]`. `position_T` is the depth on the stack.
@@ -16,14 +15,18 @@ was popped, `visible(q, k) = k <= q < end_T[k]`. `position_T` is the depth on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 
-from fastturn.types import Credit, Floats, Ids
+from fastturn.cut import COST, Cost, Forest, plan
+from fastturn.trie import shared_prefix, trie
+from fastturn.types import Credit, Floats, Ids, Turn
+
+ID_BYTES = 4  # of an id in a path's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class PackedBatch:
     [U] (policy version that sampled the turn). `tokens_flat`: tokens without any sharing.
 
     The loss is `sum_A weight_A * surrogate_A`; weights are final, so any cut into micro-batches
-    gives the same sum.
+    gives the same sum. An empty one (all axes 0) is a rank's share of a step it has no work for.
     """
 
     token_T: torch.Tensor
@@ -60,7 +63,6 @@ class PackedBatch:
 class ScoredTurn:
     """One turn as the trie sees it. `tokens_flat` is what it adds to its own unshared row."""
 
-    group: int
     tokens_T: Ids  # what the model reads: the context and all but the last sampled token
     action_A: Ids
     behavior_A: Floats
@@ -75,133 +77,176 @@ class ScoredTurn:
         return slice(len(self.tokens_T) - len(self.action_A), len(self.tokens_T))
 
 
-def pack(
-    groups: Sequence[Sequence[Credit]], budget_T: int, device: torch.device | str = "cpu"
-) -> list[PackedBatch]:
-    """Micro-batches of at most `budget_T` tokens holding every turn with a weight, in trie order.
+@dataclass(frozen=True, slots=True, eq=False)
+class Path:
+    """Consecutive turns of a trajectory that one sequence of ids holds: every turn's tokens are a
+    beginning of the last one's. A trajectory whose history is only appended to is one path; what
+    pops into tokens that an earlier turn was scored on begins another.
 
-    A group stays with its context in one micro-batch; a group that alone exceeds the budget is
-    split by siblings (its context is read again, the loss is the same), and a single sequence over
-    the budget gets a micro-batch of its own. Nothing to score gives an empty list.
+    `key`: the ids as bytes, which the turns' `tokens_T` are views of. Any order of bytes makes
+    neighbours of equal beginnings, so the machine's byte order does.
+    """
+
+    group: int
+    key: bytes
+    turns: tuple[ScoredTurn, ...]
+
+    @property
+    def tokens_T(self) -> Ids:
+        return self.turns[-1].tokens_T
+
+    @property
+    def actions(self) -> int:
+        return sum(len(turn.action_A) for turn in self.turns)
+
+
+def pack(
+    groups: Sequence[Sequence[Credit]],
+    budget_T: int,
+    device: torch.device | str = "cpu",
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    cost: Cost = COST,
+) -> list[PackedBatch]:
+    """The micro-batches of one rank, at most `budget_T` tokens each, on `device`.
+
+    Over all ranks they hold every turn with a weight exactly once, and every rank has equally many
+    of them: where there is less work the last ones are empty. A group (all turns of all its
+    trajectories) stays in one micro-batch; a group that alone exceeds the budget is split by
+    siblings (its context is read again, the loss is the same), and a single sequence over the
+    budget gets a micro-batch of its own. Ranks are balanced by `cost`. All ranks must pass the same
+    groups; each makes tensors for itself only. Nothing to score gives an empty list on every rank.
+
+    Raises `ValueError` for a budget below one or a rank outside 0 .. ranks - 1.
 
     Example: one group with a context of 10 tokens and siblings of 4 and 5 tokens, all different,
-    packs into 10 + 3 + 4 = 17 tokens and 9 actions; without sharing it is 29 tokens.
+    packs into 10 + 3 + 4 = 17 tokens and 9 actions; without sharing it is 29 tokens. With ranks = 2
+    the second rank gets one empty micro-batch.
     """
-    turns = sorted(scored_turns(groups), key=_lexicographic)
-    return [_tensors(part, device) for part in _cut(turns, budget_T)]
+    if budget_T < 1:
+        raise ValueError(
+            f"budget_T={budget_T}: expected the tokens of a micro-batch, at least 1; "
+            f"raise pack_tokens"
+        )
+    if not 0 <= rank < ranks:
+        raise ValueError(
+            f"rank={rank}, ranks={ranks}: expected 0 <= rank < ranks; pass this process's rank and "
+            f"the size of its data-parallel group"
+        )
+    ordered = sorted(paths(groups), key=lambda path: path.key)
+    parts = plan(_forest(ordered, cost), budget_T, ranks)[rank]
+    return [_tensors([ordered[n] for n in part.numbers], device) for part in parts]
 
 
-def scored_turns(groups: Sequence[Sequence[Credit]]) -> Iterator[ScoredTurn]:
-    """Every turn with a non-zero weight, with its exact context."""
+def paths(groups: Iterable[Iterable[Credit]]) -> Iterator[Path]:
+    """What must be read to score every turn with a weight, group by group."""
     for index, group in enumerate(groups):
         for credit in group:
+            yield from _trajectory_paths(index, credit)
+
+
+def scored_turns(groups: Iterable[Iterable[Credit]]) -> Iterator[ScoredTurn]:
+    """Every turn with a weight and its exact context: the same without sharing, a row a turn."""
+    return chain.from_iterable(path.turns for path in paths(groups))
+
+
+def _trajectory_paths(group: int, credit: Credit) -> Iterator[Path]:
+    """Run the trajectory's stack; whenever scored tokens are popped, what was read is a path."""
+    running = bytearray()
+    scored: list[tuple[int, Turn, float, float, int]] = []
+    stop = flat = 0  # tokens that the newest scored turn reads; tokens pushed since it
+    for index in range(_last_scored(credit) + 1):
+        turn = credit.trajectory.turns[index]
+        kept, action_A = turn.boundary.kept, turn.completion.action_A
+        if scored and kept < stop:
+            yield _path(group, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
+            scored = []
+        assert kept * ID_BYTES <= len(running)
+        del running[kept * ID_BYTES :]
+        running += np.ascontiguousarray(turn.boundary.context_T, np.int32).data
+        running += np.ascontiguousarray(action_A, np.int32).data
+        flat += len(turn.boundary.context_T) + len(action_A)
+        weight = float(credit.weight_U[index])
+        if weight and len(action_A):
+            stop = len(running) // ID_BYTES - 1
+            scored.append((stop, turn, float(credit.advantage_U[index]), weight, flat))
             flat = 0
-            turns = zip(
-                credit.trajectory.turns,
-                credit.trajectory.contexts(),
-                credit.advantage_U.tolist(),
-                credit.weight_U.tolist(),
-                strict=True,
-            )
-            for turn, context_T, advantage, weight in turns:
-                done = turn.completion
-                flat += len(turn.boundary.context_T) + len(done.action_A)
-                if weight == 0 or len(done.action_A) == 0:
-                    continue
-                yield ScoredTurn(
-                    group=index,
-                    tokens_T=np.concatenate([context_T, done.action_A[:-1]]),
-                    action_A=done.action_A,
-                    behavior_A=done.logprob_A,
-                    advantage=advantage,
-                    weight=weight,
-                    version=done.version,
-                    tokens_flat=flat,
-                )
-                flat = 0
+    if scored:
+        yield _path(group, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
 
 
-def shared_prefix(left_T: Ids, right_T: Ids) -> int:
-    """Length of the longest common prefix. Example: [1, 2, 3] and [1, 2, 4, 5] give 2."""
-    least = min(len(left_T), len(right_T))
-    differs_T = left_T[:least] != right_T[:least]
-    first = int(differs_T.argmax()) if least else 0
-    return first if least and differs_T[first] else least
+def _last_scored(credit: Credit) -> int:
+    """Index of the last turn with a weight, -1 without one: later turns are not read."""
+    found = np.flatnonzero(credit.weight_U)
+    return int(found[-1]) if found.size else -1
 
 
-def _lexicographic(turn: ScoredTurn) -> bytes:
-    """Big-endian bytes order as the ids do; a prefix comes before what continues it."""
-    return turn.tokens_T.astype(">u4").tobytes()
-
-
-def _cut(turns: Sequence[ScoredTurn], budget_T: int) -> Iterator[list[ScoredTurn]]:
-    """Consecutive turns whose trie fits the budget; the cut falls between groups if it can."""
-    part: list[ScoredTurn] = []
-    size, group_start = 0, 0  # group_start: index in `part` where the newest group begins
-    for turn in turns:
-        if part and turn.group != part[-1].group:
-            group_start = len(part)
-        size += len(turn.tokens_T) - (
-            shared_prefix(part[-1].tokens_T, turn.tokens_T) if part else 0
+def _path(group: int, key: bytes, scored: Sequence[tuple[int, Turn, float, float, int]]) -> Path:
+    all_T = np.frombuffer(key, np.int32)
+    turns = tuple(
+        ScoredTurn(
+            tokens_T=all_T[:stop],
+            action_A=turn.completion.action_A,
+            behavior_A=turn.completion.logprob_A,
+            advantage=advantage,
+            weight=weight,
+            version=turn.completion.version,
+            tokens_flat=flat,
         )
-        part.append(turn)
-        while size > budget_T and len(part) > 1:
-            at = group_start or len(part) - 1
-            yield part[:at]
-            part, group_start = part[at:], 0
-            size = _trie_size(part)
-    if part:
-        yield part
+        for stop, turn, advantage, weight, flat in scored
+    )
+    return Path(group, key, turns)
 
 
-def _trie_size(turns: Sequence[ScoredTurn]) -> int:
-    shared = [shared_prefix(left.tokens_T, right.tokens_T) for left, right in pairwise(turns)]
-    return sum(len(turn.tokens_T) for turn in turns) - sum(shared)
+def _forest(ordered: Sequence[Path], cost: Cost) -> Forest:
+    shared = [shared_prefix(left.tokens_T, right.tokens_T) for left, right in pairwise(ordered)]
+    return Forest(
+        [len(path.tokens_T) for path in ordered],
+        [0, *shared] if ordered else [],
+        [path.group for path in ordered],
+        [path.actions for path in ordered],
+        cost,
+    )
 
 
-def _tensors(turns: Sequence[ScoredTurn], device: torch.device | str) -> PackedBatch:
-    """Run the stack machine over sorted turns."""
-    pushed, depths, sources = [], [], []
-    closed: list[tuple[np.ndarray, int]] = []  # (packed indices, the index at which they ended)
-    stack_T = np.empty(0, np.int32)  # ids on the stack
-    index_T = np.empty(0, np.int64)  # their packed indices
-    size = 0
-    for turn in turns:
-        tokens_T = turn.tokens_T
-        kept = shared_prefix(stack_T, tokens_T)
-        closed.append((index_T[kept:], size))
-        new = len(tokens_T) - kept
-        index_T = np.concatenate([index_T[:kept], np.arange(size, size + new)])
-        pushed.append(tokens_T[kept:])
-        depths.append(np.arange(kept, len(tokens_T)))
-        sources.append(index_T[turn.sources])
-        stack_T, size = tokens_T, size + new
-    closed.append((index_T, size))
-    end_T = np.empty(size, np.int64)
-    for indices, end in closed:
-        end_T[indices] = end
-
-    lengths_U = [len(turn.action_A) for turn in turns]
-    source_A = np.concatenate(sources)
+def _tensors(ordered: Sequence[Path], device: torch.device | str) -> PackedBatch:
+    """The trie of sorted paths, and one row for every action in the order of their sources."""
+    token_T, position_T, end_T, index = trie(path.tokens_T for path in ordered)
+    turns = [turn for path in ordered for turn in path.turns]
+    sources = [
+        index_T[turn.sources]
+        for index_T, path in zip(index, ordered, strict=True)
+        for turn in path.turns
+    ]
+    source_A = _joined(sources, np.int64)
     order_A = np.argsort(source_A, kind="stable")
+    lengths_U = np.array([len(turn.action_A) for turn in turns], np.int64)
 
-    def rows(values: Sequence[np.ndarray] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        joined = np.concatenate(values) if isinstance(values, list) else np.asarray(values)
-        return torch.from_numpy(joined[order_A]).to(device, dtype)
+    def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, dtype)
 
-    def tokens(values: Sequence[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(values)).to(device, torch.int64)
+    def rows(values_A: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return tensor(values_A[order_A], dtype)
+
+    def each(values: Iterable[float]) -> torch.Tensor:
+        return rows(np.repeat(np.fromiter(values, np.float32), lengths_U), torch.float32)
 
     return PackedBatch(
-        token_T=tokens(pushed),
-        position_T=tokens(depths),
-        end_T=torch.from_numpy(end_T).to(device),
-        source_A=rows(source_A, torch.int64),
-        action_A=rows([turn.action_A for turn in turns], torch.int64),
-        behavior_A=rows([turn.behavior_A for turn in turns], torch.float32),
-        advantage_A=rows(np.repeat([t.advantage for t in turns], lengths_U), torch.float32),
-        weight_A=rows(np.repeat([t.weight for t in turns], lengths_U), torch.float32),
-        turn_A=rows(np.repeat(np.arange(len(turns)), lengths_U), torch.int64),
-        version_U=torch.tensor([turn.version for turn in turns], device=device),
+        token_T=tensor(token_T),
+        position_T=tensor(position_T),
+        end_T=tensor(end_T),
+        source_A=rows(source_A),
+        action_A=rows(_joined([turn.action_A for turn in turns], np.int32)),
+        behavior_A=rows(_joined([turn.behavior_A for turn in turns], np.float32), torch.float32),
+        advantage_A=each(turn.advantage for turn in turns),
+        weight_A=each(turn.weight for turn in turns),
+        turn_A=rows(np.repeat(np.arange(len(turns)), lengths_U)),
+        version_U=tensor(np.array([turn.version for turn in turns], np.int64)),
         tokens_flat=sum(turn.tokens_flat for turn in turns),
     )
+
+
+def _joined(values: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """Arrays end to end; no arrays are an empty one."""
+    return np.concatenate(values) if values else np.empty(0, dtype)

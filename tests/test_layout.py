@@ -32,6 +32,8 @@ LEFT = (
     "pool",
     "recipes",
     "plan",
+    "trie",
+    "cut",
 )
 # The in-process sampler is the one exception on the left: it runs the trainer's own model.
 IN_PROCESS = {f"fastturn.sampler.{name}" for name in ("local", "attention", "draw", "store")}
@@ -122,7 +124,9 @@ def test_kernels_import_nothing_of_ours(name):
 def test_the_packer_needs_types_and_torch_only():
     assert third_party(IMPORTS["fastturn.pack"]) <= {"numpy", "torch"}
     ours = {n for n in IMPORTS["fastturn.pack"] if n in MODULES}
-    assert ours <= {"fastturn.types"}
+    assert ours <= {"fastturn.types", "fastturn.trie", "fastturn.cut"}
+    ours = {n for n in IMPORTS["fastturn.cut"] if n in MODULES}
+    assert not ours, "the plan is made of numbers alone"
 
 
 def test_only_the_command_line_and_benchmarks_import_the_trainer():

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from fastturn.pack import shared_prefix
 from fastturn.policy import Policy
 from fastturn.sampler.attention import (
     Block,
@@ -33,6 +32,7 @@ from fastturn.sampler.attention import (
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams, check_requests
 from fastturn.sampler.draw import Rows
 from fastturn.sampler.store import PrefixStore, Slots, order_key
+from fastturn.trie import shared_prefix, trie
 from fastturn.types import Completion, Ids
 
 
@@ -273,35 +273,6 @@ class LocalSampler:
                 np.concatenate([contexts[group], read_S]),
                 np.concatenate([slots_G[group], slots_S]),
             )
-
-
-def trie(
-    contexts: Sequence[Ids],
-) -> tuple[Ids, NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Sorted contexts as one packed tree: token_T, position_T, end_T, and for every context the
-    packed indices of its tokens.
-
-    Example: [1, 2, 3] and [1, 2, 4] pack into tokens 1, 2, 3, 4 with positions 0, 1, 2, 2 and ends
-    4, 4, 3, 4; the second context's indices are 0, 1, 3.
-    """
-    stack_T, index_T = contexts[0][:0], np.empty(0, np.int64)
-    tokens, positions, indices = [], [], []
-    closed: list[tuple[NDArray[np.int64], int]] = []
-    size = 0
-    for context_T in contexts:
-        kept = shared_prefix(stack_T, context_T)
-        closed.append((index_T[kept:], size))
-        tokens.append(context_T[kept:])
-        positions.append(np.arange(kept, len(context_T)))
-        new = len(context_T) - kept
-        index_T = np.concatenate([index_T[:kept], np.arange(size, size + new)])
-        indices.append(index_T)
-        stack_T, size = context_T, size + new
-    closed.append((index_T, size))
-    end_T = np.empty(size, np.int64)
-    for popped, end in closed:
-        end_T[popped] = end
-    return np.concatenate(tokens), np.concatenate(positions), end_T, indices
 
 
 def _worth_resuming(ordered: Sequence[Ids], known: Sequence[Slots]) -> list[bool]:
