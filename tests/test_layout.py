@@ -38,7 +38,7 @@ LEFT = (
 # The in-process sampler is the one exception on the left: it runs the trainer's own model.
 IN_PROCESS = {f"fastturn.sampler.{name}" for name in ("local", "attention", "draw", "store")}
 RIGHT = (
-    *("policy", "loss", "optim", "publish", "checkpoint", "dist", "learner"),
+    *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "dist", "learner"),
     *("meter", "records", "trackers", "provenance"),
 )
 TEXT = ("render", "template", "envs", "tokenizer", "demos", "transcripts", "tree")

@@ -1,0 +1,172 @@
+"""What every carrier promises, and the sequence that all of them share.
+
+    pause ---> move ---> version tag ---> resume
+      |          |
+      |          +-- refused: the server keeps its old weights and is resumed
+      |          +-- broken: it holds no whole model; it stays paused and is named as unusable
+      +-- not reached: nothing was changed; servers that did pause are resumed
+
+Pausing lets requests finish and drops the prefix cache, so no token is sampled from half a model
+and no key or value of the old weights is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from fastturn.sampler.server import EngineError, Server
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+Faults = list[EngineError | None]  # one a server, None where all went well
+
+
+class Carrier(Protocol):
+    """Moves weights from the trainer into running servers.
+
+    `send(weights, version, servers)`: `weights` are (name, tensor) pairs in checkpoint format, all
+    parameters of the model; afterwards every server holds them, stamped `str(version)`, and takes
+    requests. On failure `EngineError`; the message says what state each server is in.
+    """
+
+    name: str
+
+    def send(self, weights: Weights, version: int, servers: Sequence[Server]) -> None: ...
+
+
+class Refused(EngineError):
+    """A server turned the weights down before it changed anything: it still holds the old ones."""
+
+
+class PublishFailed(EngineError):
+    """Not every server holds the new weights. `unusable`: URLs of servers that hold no whole model
+    and stay paused; the others take requests."""
+
+    def __init__(self, message: str, first: EngineError, unusable: Sequence[str] = ()) -> None:
+        super().__init__(message, phase=first.phase, url=first.url, status=first.status)
+        self.unusable = tuple(unusable)
+
+
+def each(servers: Sequence[Server], act: Callable[[Server], object]) -> Faults:
+    """Do the same with every server at once; the `EngineError` of each, or None."""
+
+    def attempt(server: Server) -> EngineError | None:
+        try:
+            act(server)
+        except EngineError as error:
+            return error
+        return None
+
+    if len(servers) == 1:
+        return [attempt(servers[0])]
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:
+        return list(pool.map(attempt, servers))
+
+
+def exchange(
+    servers: Sequence[Server],
+    version: int,
+    move: Callable[[Sequence[Server]], Faults],
+    timeout_s: float | None = None,
+) -> None:
+    """Pause all, `move`, stamp, resume. `move` gives one fault a server: `Refused` says that the
+    old weights are whole, any other that they are not.
+
+    Raises `EngineError` before anything moved when a server cannot be paused, else `PublishFailed`.
+    """
+    faults = each(servers, lambda server: server.pause(timeout_s))
+    if any(faults):
+        # A pause whose answer was lost may have happened: all are resumed.
+        each(servers, Server.resume)
+        raise first_of(faults)
+    try:
+        faults = move(servers)
+    except BaseException as error:
+        _abandon(servers, version, error)
+    settle(servers, version, faults, Server.resume)
+
+
+def settle(
+    servers: Sequence[Server],
+    version: int,
+    faults: Faults,
+    resume: Callable[[Server], None],
+) -> None:
+    """Stamp the servers that hold the new weights, resume all that hold whole ones, and raise
+    `PublishFailed` when any server is left out."""
+
+    def finish(server: Server) -> None:
+        fault = faults[servers.index(server)]
+        if fault is None:
+            server.set_weight_version(str(version))
+        if fault is None or isinstance(fault, Refused):
+            resume(server)
+
+    late = each(servers, finish)
+    combined = [early or after for early, after in zip(faults, late, strict=True)]
+    if not any(combined):
+        return
+    first = first_of(combined)
+    unusable = [s.url for s, f in zip(servers, faults, strict=True) if f and not _is_whole(f)]
+    old = [s.url for s, f in zip(servers, faults, strict=True) if isinstance(f, Refused)]
+    states = [f"old weights, taking requests: {', '.join(old)}"] if old else []
+    if unusable:
+        states.append(f"unusable, left paused, restart: {', '.join(unusable)}")
+    states += [f"not resumed: {s.url} ({e})" for s, e in zip(servers, late, strict=True) if e]
+    raise PublishFailed(
+        f"version {version} was not published: {_text(first)} [{'; '.join(states)}]",
+        first,
+        unusable,
+    ) from first
+
+
+def _abandon(servers: Sequence[Server], version: int, error: BaseException) -> NoReturn:
+    """The trainer's side failed in the middle of a move: no server holds a whole model."""
+    if not isinstance(error, Exception):
+        raise error  # Ctrl-C
+    fault = EngineError(str(error), phase="send weights", url=servers[0].url)
+    message = (
+        f"version {version} was not published: the trainer failed while it was sending "
+        f"({type(error).__name__}: {error}) [unusable, left paused, restart: "
+        f"{', '.join(server.url for server in servers)}]"
+    )
+    raise PublishFailed(message, fault, [server.url for server in servers]) from error
+
+
+def first_of(faults: Faults) -> EngineError:
+    return next(fault for fault in faults if fault)
+
+
+def _is_whole(fault: EngineError) -> bool:
+    return isinstance(fault, Refused)
+
+
+def _text(fault: EngineError) -> str:
+    """The message without the phase and the address, which `PublishFailed` says again."""
+    return str(fault).removeprefix(f"{fault.phase} at {fault.url}: ")
+
+
+class FullWeights:
+    """The parameters of a model in checkpoint format, each whole, gathered one by one when sharded.
+
+    Iterating is a collective when parameters are sharded (FSDP2): every rank iterates, and the
+    gather of one tensor overlaps the sending of those before it. `meta` gathers nothing. Tensors
+    that are tied appear once.
+    Example: `NcclCarrier().send(FullWeights(policy.model), 3, servers)`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            whole: Any = parameter.detach()
+            yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+
+    def meta(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, whole shape) in the order of iteration."""
+        return [(n, p.dtype, tuple(p.shape)) for n, p in self.model.named_parameters()]
