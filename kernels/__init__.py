@@ -6,7 +6,8 @@ specification) or "auto".
 """
 
 from .linear_logprob import linear_logprob
-from .tree_attention import TreePlan, tree_attention
+from .tree_attention import tree_attention
+from .tree_plan import TreePlan
 from .turn_reduce import TurnRatioOutput, turn_ratio_surrogate, turn_reduce
 from .turn_surrogate import SurrogateOutput, turn_surrogate
 from .vocabulary_parallel import vocabulary_parallel_logprob, vocabulary_parallel_surrogate

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastturn.kernels import TreePlan, tree_attention
 
-MODULE = sys.modules["fastturn.kernels.tree_attention"]
+MODULE = sys.modules["fastturn.kernels.tree_plan"]
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
 
@@ -171,7 +171,7 @@ def test_no_tile_pays_for_invisible_keys() -> None:
         ({"v_TKE": torch.zeros(3, 2, 4, dtype=DOUBLE)}, r"v_TKE.*float32.*float64"),
         ({"window": 0}, r"window.*>= 1.*0"),
         ({"plan": TreePlan(torch.tensor([1]))}, r"plan.*3 tokens.*1 tokens"),
-        ({"impl": "flex"}, r"impl='flex'.*auto, torch, reference"),
+        ({"impl": "flex"}, r"impl='flex'.*auto, torch, triton, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
