@@ -28,6 +28,7 @@ KNOWN_ERRORS = (
     ("fastturn.envs.base", "DomainError", BAD_INPUT),
     ("fastturn.render", "TemplateError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
+    ("fastturn.sampler.server", "EngineError", FAILED),
     ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),

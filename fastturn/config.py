@@ -95,6 +95,18 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollouts:
+    """What samples: the policy in this process, or `vllm serve` processes at `urls`."""
+
+    engine: Literal["local", "vllm"] = "local"
+    urls: tuple[str, ...] = ()
+    carrier: Literal["file", "nccl", "ipc", "lora"] = "file"  # how weights reach the servers
+    concurrency: int = 256  # most completions in flight on one server
+    deadline_s: float = 300.0  # of one request, its time in the server's queue included
+    patience_s: float = 600.0  # how long to wait while no server answers
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything a run needs. See `docs/configuration.md` for every key with its meaning."""
 
@@ -121,6 +133,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     warm: Warm = field(default_factory=Warm)
     save: Save = field(default_factory=Save)
+    rollout: Rollouts = field(default_factory=Rollouts)
 
 
 def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -189,11 +202,12 @@ POSITIVE = (
     *("loss.epochs", "loss.minibatches", "optim.lr", "warm.batch", "save.keep"),
     *("model.layers", "model.width", "model.vocabulary", "model.max_context"),
     *("data.tool_timeout_s", "data.env_timeout_s", "data.eval_tasks"),
+    *("rollout.concurrency", "rollout.deadline_s"),
 )
 NON_NEGATIVE = (
     *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
-    *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm"),
+    *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm", "rollout.patience_s"),
 )
 
 
@@ -230,12 +244,38 @@ def check(config: Config) -> Config:
         raise ConfigError(f"optim.beta2={config.optim.beta2}: expected a decay rate in [0, 1)")
     if not config.loss.clip_low < 1:
         raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected a value below 1")
+    _check_rollout(config.rollout)
     if config.loss.minibatches > config.tasks:
         raise ConfigError(
             f"loss.minibatches={config.loss.minibatches}: at most one a task "
             f"(tasks={config.tasks}); lower it or raise tasks"
         )
     return config
+
+
+def _check_rollout(rollout: Rollouts) -> None:
+    urls = rollout.urls
+    if rollout.engine == "local":
+        if urls:
+            raise ConfigError(
+                f"rollout.urls={','.join(urls)}: nothing asks these servers while "
+                f"rollout.engine=local; set rollout.engine=vllm, or leave out the addresses"
+            )
+        return
+    if not urls:
+        raise ConfigError(
+            "rollout.urls is empty: rollout.engine=vllm needs the address of at least one server, "
+            "for example rollout.urls=http://127.0.0.1:8000 (fastturn serve starts one)"
+        )
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or not url.split("//", 1)[1].strip("/"):
+            raise ConfigError(
+                f"rollout.urls={url!r}: expected addresses like http://127.0.0.1:8000"
+            )
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        raise ConfigError(
+            f"rollout.urls={','.join(urls)}: a server is named twice; name each of them once"
+        )
 
 
 def as_dict(config: Config) -> dict[str, Any]:

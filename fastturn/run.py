@@ -14,7 +14,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fastturn import checkpoint
 from fastturn.config import Config, ConfigError, as_dict
+from fastturn.engines import ENGINES
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
 from fastturn.learner import Learner
@@ -36,13 +37,16 @@ from fastturn.preflight import preflight
 from fastturn.progress import Progress
 from fastturn.records import write_json
 from fastturn.render import Renderer
-from fastturn.sampler.local import LocalSampler
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.tree import Rollout
 from fastturn.types import Trunk
 
 # Keys that a resumed run may change: how long it runs and what it keeps, not what it is.
-RESUMABLE = {"iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"}
+RESUMABLE = {
+    *("iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"),
+    *("rollout.urls", "rollout.carrier"),
+    *("rollout.concurrency", "rollout.deadline_s", "rollout.patience_s"),
+}
 
 TOKENIZER_EPISODES = 400  # demonstrations that a small model's tokenizer is made from
 
@@ -182,9 +186,10 @@ def _opened(
     meter = Meter(
         out, config.trackers, state=state.get("meter"), device_kind=device.type
     )  # fmt: skip
-    with meter:
+    with meter, ExitStack() as opened:
         with meter.span("setup"):
             run = _build(config, out, device, meter, progress)
+            opened.callback(run.rollout.sampler.close)
             run.trunks = trunks
             if newest is not None:
                 _restore(run, state, newest)
@@ -263,7 +268,7 @@ def _build(
         policy = Policy.build(config, tokenizer)
     policy.to(device)
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
-    sampler = LocalSampler(policy)
+    sampler = ENGINES[config.rollout.engine](config, policy, meter, progress)
     rollout = Rollout(domain, renderer, sampler, config, meter)
     optimizers = warm_optimizer(policy.model, config.warm)
     learner = Learner(policy, optimizers, config, meter, out)

@@ -39,6 +39,7 @@ from fastturn.progress import Progress
 from fastturn.progress import Task as Bar
 from fastturn.report import write_report
 from fastturn.run import Run, RunError, open_run
+from fastturn.sampler.server import EngineError
 from fastturn.transcripts import transcripts
 from fastturn.types import Trajectory
 
@@ -54,7 +55,11 @@ def train(config: Config, recipe: Config, out: Path, resume: bool = False) -> di
     `RunError`, `ConfigError` or `DomainError` with a remedy, and `KeyboardInterrupt` after Ctrl-C,
     when the step in hand is finished and saved.
     """
-    with Progress() as progress, open_run(config, recipe, out, resume, progress) as run:
+    with (
+        Progress() as progress,
+        open_run(config, recipe, out, resume, progress) as run,
+        saved_when_servers_fail(run),
+    ):
         with interruptible(run):
             warm_start(run)
             evaluate_before(run)
@@ -356,6 +361,18 @@ def stop_if_asked(run: Run) -> None:
     run.save()
     run.progress.say(f"stopped and saved; go on with the same command and --resume --out {run.out}")
     raise KeyboardInterrupt
+
+
+@contextmanager
+def saved_when_servers_fail(run: Run) -> Iterator[None]:
+    """Rollout servers fail between whole steps: weights and cursor are those of a checkpoint."""
+    try:
+        yield
+    except EngineError as error:
+        run.save()
+        raise RunError(
+            f"{error}. The run is saved; go on with the same command and --resume --out {run.out}"
+        ) from error
 
 
 @contextmanager

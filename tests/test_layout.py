@@ -35,8 +35,9 @@ LEFT = (
     "trie",
     "cut",
 )
-# The in-process sampler is the one exception on the left: it runs the trainer's own model.
-IN_PROCESS = {f"fastturn.sampler.{name}" for name in ("local", "attention", "draw", "store")}
+# Samplers that hold the trainer's own model are the exceptions on the left: the one in this process
+# runs it, the one for vLLM servers publishes and proves it (its requests and answers hold no torch).
+IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "store", "vllm")}
 RIGHT = (
     *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "dist", "learner"),
     *("meter", "records", "trackers", "provenance"),

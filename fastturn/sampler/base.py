@@ -59,6 +59,7 @@ class Sampler(Protocol):
 
     `version` is stamped on every completion. `publish(version)` says that the weights are now those
     of `version`; whatever was cached for older weights is dropped. `stats` counts the last call.
+    `close` lets go of what it holds; nothing is sampled afterwards.
     """
 
     version: int
@@ -69,6 +70,8 @@ class Sampler(Protocol):
     ) -> list[list[Completion]]: ...
 
     def publish(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def check_requests(

@@ -71,6 +71,10 @@ class LocalSampler:
         self.store.clear()
         self._published = self._weights_state()
 
+    def close(self) -> None:
+        """Drop the store."""
+        self.store.clear()
+
     def sample(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         """Completions of every request, in order; see `sampler.base`.
 

@@ -1,0 +1,162 @@
+"""One server of a fleet: its connections, one request on it, how it is doing, how long to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from fastturn.sampler import wire
+from fastturn.sampler.server import EngineError, Server, ServerInfo
+
+PROBE_FIRST_S, PROBE_LAST_S = 0.25, 10.0
+CONNECT_S = 10.0
+KEEP_S = 4.0  # servers close idle connections after 5 s
+SAY_EVERY_S = 5.0
+_HEADERS = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why nothing arrived: `kind` is what is counted, `gone` that the server may not be there, or
+    may not be the same, any more."""
+
+    kind: str
+    message: str
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Sums over all calls. `client_s`: CPU seconds of the client thread, for building requests,
+    HTTP, reading and checking answers; `wait_s`: wall-clock of the calls."""
+
+    requests: int = 0
+    completions: int = 0
+    resampled: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    client_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class Member:
+    """One server. Made anywhere, used in the fleet's thread.
+
+    completions, load: completions and tokens of the requests in flight. benched: why it is not
+    used, empty while it is. tag: the weight version it named when its weights were proved.
+    """
+
+    def __init__(
+        self, index: int, server: Server, info: ServerInfo, model: str | None, traffic: Traffic
+    ) -> None:
+        self.index, self.server, self.info, self.traffic = index, server, info, traffic
+        self.model = model or info.model or ""
+        self.path = wire.GENERATE if info.generate_route else wire.COMPLETIONS
+        self.completions, self.load, self.failures = 0, 0.0, 0
+        self.benched, self.tag = "", None  # type: str, str | None
+        self.probe: asyncio.Task[None] | None = None
+        self.admitting = False
+        self.probe_wait_s, self.probe_at = PROBE_FIRST_S, 0.0
+        self._client, self._retired = _client(), []  # type: httpx.AsyncClient, list[httpx.AsyncClient]
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def wait_for_probe(self, wait_s: float) -> None:
+        self.probe_at = time.monotonic() + wait_s
+        self.probe_wait_s = min(2 * wait_s, PROBE_LAST_S)
+
+    async def attempt(
+        self, ask: wire.Ask, vocabulary: int, deadline_s: float
+    ) -> wire.Reply | Failure | EngineError:
+        """One request. A `Failure` may be asked again; an `EngineError` would come again."""
+        url, client = self.url + self.path, self._client
+        data = wire.body(ask, self.model, self.info.generate_route)
+        self.traffic.requests += 1
+        self.traffic.bytes_sent += len(data)
+        try:
+            async with asyncio.timeout(deadline_s):
+                response = await client.post(url, content=data, headers=_HEADERS)
+        except TimeoutError:
+            return Failure("deadline", f"no whole answer within {deadline_s:g} s")
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            if isinstance(error, httpx.RemoteProtocolError) and "body" in reason:
+                return Failure("truncated", f"the answer ended early ({reason})")
+            return Failure("connection", reason, gone=True)
+        content, status = response.content, response.status_code
+        self.traffic.bytes_received += len(content)
+        if status >= 500 or status == 429:
+            # A server may drop a kept connection after an internal error: open new ones.
+            if self._client is client:
+                self._retired.append(client)
+                self._client = _client()
+            return Failure(f"http_{status}", str(wire.refused(status, content, url)))
+        if status != 200:
+            return wire.refused(status, content, url)
+        try:
+            return wire.read(content, ask, vocabulary, url)
+        except wire.BrokenAnswer as error:
+            return Failure("truncated", f"the answer is not whole: {error}")
+        except EngineError as error:
+            return error
+
+    async def close_retired(self) -> None:
+        """Call it when no request is in flight."""
+        while self._retired:
+            await self._retired.pop().aclose()
+
+    async def close(self) -> None:
+        await self.close_retired()
+        await self._client.aclose()
+
+
+class Countdown:
+    """Says how long it goes on waiting for servers, and ends in an `EngineError`."""
+
+    def __init__(self, patience_s: float, say: Callable[[str], None]) -> None:
+        self.patience_s, self.say = patience_s, say
+        self.since = time.monotonic()
+        self.said = float("-inf")
+
+    def tick(self, members: Sequence[Member], phase: str) -> None:
+        """Call it often while no server is in use."""
+        now = time.monotonic()
+        left_s = self.since + self.patience_s - now
+        reasons = "; ".join(f"{member.url}: {member.benched}" for member in members)
+        if left_s <= 0:
+            raise EngineError(
+                f"no rollout server came back within {self.patience_s:g} s ({reasons}); restart "
+                f"the servers, or name others with rollout.urls",
+                phase=phase,
+                url=members[0].url,
+            )
+        if now - self.said >= SAY_EVERY_S:
+            self.said = now
+            self.say(
+                f"no rollout server can be used ({reasons}); waiting {left_s:.0f} s more, then "
+                f"the run saves and stops"
+            )
+
+
+def _client() -> httpx.AsyncClient:
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S
+    )
+    timeout = httpx.Timeout(None, connect=CONNECT_S)
+    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=_tls())
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Made once: making one takes longer than many requests."""
+    return httpx.create_ssl_context(trust_env=False)
