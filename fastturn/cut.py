@@ -8,9 +8,11 @@ the same numbers and makes tensors of its own part only.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,6 +42,10 @@ class Cost:
 
 
 COST = Cost()
+CLOSE = 0.02  # ranks are even when their costs differ by this share of the mean
+ROUNDS, TRIES = 4, 8  # exchanges for each rank, and how many are tried for one
+SLACK = 0.03  # cost above the mean that a rank may add by levelling its micro-batches
+HALVINGS = 8  # of the interval in which the level of a rank's micro-batches is searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +110,38 @@ def plan(forest: Forest, budget_T: int, ranks: int = 1) -> list[list[Part]]:
 
     A micro-batch is at most `budget_T` tokens, unless one sequence is longer. A group that fits is
     never divided. With one rank, micro-batches follow the order of the sequences, so that much is
-    shared. With several, whole groups go to the rank where the load becomes least, largest first,
-    and every rank reads its most expensive micro-batch first: ranks that wait for each other after
-    every micro-batch then wait least.
+    shared. With several, whole groups are dealt so that the costliest rank costs little, and every
+    rank levels its micro-batches and reads the costliest first: ranks that wait for each other
+    after every micro-batch then wait little.
     """
     units = _units(forest, budget_T)
-    dealt = [units] if ranks == 1 else _deal(forest, units, ranks)
-    filled = [_fill(forest, mine, budget_T) for mine in dealt]
-    if ranks > 1:
-        filled = [sorted(parts, key=lambda part: -part.cost) for parts in filled]
-    most = max(map(len, filled))
-    return [parts + [Part()] * (most - len(parts)) for parts in filled]
+    if ranks == 1:
+        return [_fill(forest, units, budget_T)]
+    # Neighbours share most, largest first is most even: which is better depends on the data.
+    starts = (_largest_first(units, ranks), _in_order(forest, units, ranks))
+    deals = [_even_out(forest, dealt, budget_T) for dealt in starts]
+    dealt = min(deals, key=lambda units: _dearest_then_total(_fills(forest, units, budget_T)))
+    filled = _fills(forest, dealt, budget_T)
+    most, mean = max(map(len, filled)), sum(map(_cost, filled)) / ranks
+    ceiling = max(*map(_cost, filled), (1 + SLACK) * mean)
+    levelled = [_level(forest, mine, budget_T, (most, ceiling)) for mine in dealt]
+    return [
+        sorted(parts, key=lambda part: -part.cost) + [Part()] * (most - len(parts))
+        for parts in levelled
+    ]
+
+
+def _cost(parts: Iterable[Part]) -> float:
+    return sum(part.cost for part in parts)
+
+
+def _fills(forest: Forest, dealt: Iterable[Sequence[Part]], budget_T: int) -> list[list[Part]]:
+    return [_fill(forest, units, budget_T) for units in dealt]
+
+
+def _dearest_then_total(filled: Sequence[Sequence[Part]]) -> tuple[float, float]:
+    costs = [_cost(parts) for parts in filled]
+    return max(costs), sum(costs)
 
 
 def _units(forest: Forest, budget_T: int) -> list[Part]:
@@ -130,37 +157,101 @@ def _units(forest: Forest, budget_T: int) -> list[Part]:
         else:
             pieces = [forest.join(Part(), [number]) for number in numbers]
             units.extend(_fill(forest, pieces, budget_T))
-    return sorted(units, key=lambda unit: unit.numbers[0])
+    return sorted(units, key=_first)
 
 
-def _fill(forest: Forest, units: Iterable[Part], budget_T: int) -> list[Part]:
-    """Units in order, as many to a part as the budget takes."""
+def _first(unit: Part) -> int:
+    return unit.numbers[0]
+
+
+def _fill(
+    forest: Forest, units: Iterable[Part], budget_T: int, most: float = math.inf
+) -> list[Part]:
+    """Units in order, as many to a part as the budget and the cost `most` take."""
     parts: list[Part] = []
     for unit in units:
         joined = forest.join(parts[-1], unit.numbers) if parts else unit
-        if parts and joined.tokens <= budget_T:
+        if parts and joined.tokens <= budget_T and joined.cost <= most:
             parts[-1] = joined
         else:
             parts.append(unit)
     return parts
 
 
-def _deal(forest: Forest, units: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Units of every rank, in order: the largest first, each to where the load becomes least.
+def _level(
+    forest: Forest, units: Sequence[Part], budget_T: int, most: tuple[int, float]
+) -> list[Part]:
+    """Units in parts within the budget, the costliest as cheap as can be found without more parts
+    or a higher sum than `most`: what neighbours share is lost where they are parted."""
+    best = _fill(forest, units, budget_T)
+    low, high = 0.0, max((part.cost for part in best), default=0.0)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        parts = _fill(forest, units, budget_T, middle)
+        if len(parts) <= most[0] and _cost(parts) <= most[1]:
+            best, high = parts, middle
+        else:
+            low = middle
+    return best
 
-    What a unit's first sequence shares with a rank's sequences costs nothing there, so groups with
-    one long context meet on one rank when the balance allows it.
-    """
-    loads = [0.0] * ranks
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    dealt: list[list[Part]] = [[] for _ in range(ranks)]
+
+def _in_order(forest: Forest, units: Sequence[Part], ranks: int) -> list[list[Part]]:
+    """Equal lengths of the order, in cost beyond what a unit shares with the one before it."""
+    added = [unit.cost for unit in units]
+    for place, (left, right) in enumerate(pairwise(units), 1):
+        kept = forest.shared(left.numbers[0], right.numbers[0])
+        added[place] -= forest.cost.span(0, kept)
+    middle = np.cumsum(added) - np.array(added) / 2
+    rank_N = np.minimum((middle * ranks / max(sum(added), 1e-9)).astype(int), ranks - 1)
+    return [[u for u, at in zip(units, rank_N, strict=True) if at == rank] for rank in range(ranks)]
+
+
+def _largest_first(units: Sequence[Part], ranks: int) -> list[list[Part]]:
+    """Every unit to the rank with the least so far, the largest first."""
+    loads, dealt = [0.0] * ranks, [list[Part]() for _ in range(ranks)]
     for unit in sorted(units, key=lambda unit: -unit.cost):
-        after = [
-            load + unit.cost - forest.cost.span(0, forest.known(mine, unit.numbers[0])[0])
-            for load, mine in zip(loads, held, strict=True)
-        ]
-        rank = after.index(min(after))
-        loads[rank] = after[rank]
-        held[rank] = sorted(held[rank] + unit.numbers)
+        rank = loads.index(min(loads))
+        loads[rank] += unit.cost
         dealt[rank].append(unit)
-    return [sorted(mine, key=lambda unit: unit.numbers[0]) for mine in dealt]
+    return [sorted(mine, key=_first) for mine in dealt]
+
+
+def _even_out(forest: Forest, dealt: list[list[Part]], budget_T: int) -> list[list[Part]]:
+    """Units of every rank after moves and swaps that bring the costs of two ranks together."""
+    dealt = [list(units) for units in dealt]
+    filled = _fills(forest, dealt, budget_T)
+    for _ in range(ROUNDS * len(dealt)):
+        costs = [_cost(parts) for parts in filled]
+        order = sorted(range(len(costs)), key=costs.__getitem__)
+        low, high = order[0], order[-1]
+        if costs[high] - costs[low] <= CLOSE * sum(costs) / len(costs):
+            break
+        pairs = [(high, rank) for rank in order[:-1]] + [(rank, low) for rank in order[-2:0:-1]]
+        trials = (
+            (dear, cheap, units, parts)
+            for dear, cheap in pairs
+            for units in _exchanges(dealt[dear], dealt[cheap], costs[dear] - costs[cheap])
+            for parts in [_fills(forest, units, budget_T)]
+            if max(map(_cost, parts)) < costs[dear]
+        )
+        better = next(trials, None)
+        if better is None:
+            break
+        dear, cheap, units, parts = better
+        dealt[dear], dealt[cheap] = units
+        filled[dear], filled[cheap] = parts
+    return dealt
+
+
+def _exchanges(
+    high: Sequence[Part], low: Sequence[Part], gap: float
+) -> Iterator[tuple[list[Part], list[Part]]]:
+    """Units of both after one of `high` is moved to `low`, or swapped with one of it: those first
+    whose own costs come closest to closing the gap."""
+    back = [None, *low]
+    gain = np.array([[u.cost - (v.cost if v else 0.0) for v in back] for u in high])
+    for at in np.argsort(np.abs(gain - gap / 2), axis=None, kind="stable")[:TRIES].tolist():
+        given, taken = high[at // len(back)], back[at % len(back)]
+        rest = [unit for unit in high if unit is not given] + ([taken] if taken else [])
+        more = [unit for unit in low if unit is not taken] + [given]
+        yield sorted(rest, key=_first), sorted(more, key=_first)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastturn.pack import PackedBatch, pack, shared_prefix
+from fastturn.pack import PackedBatch, pack, paths, shared_prefix
 from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
 
 
@@ -185,6 +185,33 @@ def test_shared_prefix_of_empty_and_nested():
     assert shared_prefix(ids([]), ids([1])) == 0
     assert shared_prefix(ids([1, 2]), ids([1, 2, 3])) == 2
     assert shared_prefix(ids([1, 2, 3]), ids([1, 9, 3])) == 1
+
+
+def test_history_that_is_only_appended_to_is_one_path():
+    turns = [turn(0, [1, 2], [3, 4]), turn(4, [5], [6, 7]), turn(6, [8], [9])]
+    (path,) = paths([[credit(trajectory(*turns))]])
+    assert path.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 8]
+    assert [len(scored.tokens_T) for scored in path.turns] == [3, 6, 7] and path.actions == 5
+
+
+def test_popping_what_was_scored_begins_another_path():
+    first, second = paths(
+        [[credit(trajectory(turn(0, [1, 2], [3, 4, 5]), turn(3, [6], [7])))]],
+    )
+    assert first.tokens_T.tolist() == [1, 2, 3, 4] and second.tokens_T.tolist() == [1, 2, 3, 6]
+
+
+def test_turns_without_a_weight_are_read_only_as_context():
+    turns = [turn(0, [1], [2]), turn(2, [3], [4]), turn(4, [5], [6])]
+    (path,) = paths([[credit(trajectory(*turns), weights=[0.0, 0.5, 0.0])]])
+    assert path.tokens_T.tolist() == [1, 2, 3] and path.turns[0].tokens_flat == 4
+
+
+def test_any_integer_ids_and_strides_are_packed():
+    wide = turn(0, [1, 2, 3], [4])
+    odd = Boundary(0, np.arange(6, dtype=np.int64)[1::2])
+    batches = [pack([[credit(trajectory(step))]], 9) for step in (wide, Turn(odd, wide.completion))]
+    assert [batch.token_T.tolist() for (batch,) in batches] == [[1, 2, 3], [1, 3, 5]]
 
 
 def test_a_hundred_thousand_tokens():
