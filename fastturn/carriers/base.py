@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from fastturn.carriers.packing import Meta, aligned
 from fastturn.sampler.server import EngineError, Server
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -155,7 +156,7 @@ class FullWeights:
 
     Iterating is a collective when parameters are sharded (FSDP2): every rank iterates, and the
     gather of one tensor overlaps the sending of those before it. `meta` gathers nothing. Tensors
-    that are tied appear once.
+    that are tied appear once; those of wide types come first (`packing.aligned`).
     Example: `NcclCarrier().send(FullWeights(policy.model), 3, servers)`.
     """
 
@@ -163,10 +164,14 @@ class FullWeights:
         self.model = model
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._parameters():
             whole: Any = parameter.detach()
             yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
 
-    def meta(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def meta(self) -> list[Meta]:
         """(name, dtype, whole shape) in the order of iteration."""
-        return [(n, p.dtype, tuple(p.shape)) for n, p in self.model.named_parameters()]
+        return [(n, p.dtype, tuple(p.shape)) for n, p in self._parameters()]
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = list(self.model.named_parameters())
+        return sorted(named, key=lambda pair: aligned((pair[0], pair[1].dtype, ())))

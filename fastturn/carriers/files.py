@@ -7,6 +7,7 @@ when the server has read them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -41,7 +42,8 @@ def write_tensors(weights: Weights, path: Path) -> None:
         save_file(_unshared(tensors), part)
         part.rename(path)
     except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         needed = sum(t.numel() * t.element_size() for t in tensors.values()) / 2**30
         raise EngineError(
             f"cannot write {needed:.3g} GiB ({error}); nothing was published; free some space or "

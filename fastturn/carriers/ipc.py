@@ -20,7 +20,7 @@ import torch
 
 from fastturn.carriers.base import Faults, Weights, each, exchange, first_of, settle
 from fastturn.carriers.nccl import PACKED_IN_INIT_SINCE
-from fastturn.carriers.packing import describe, pack_into, size_bytes
+from fastturn.carriers.packing import describe, in_order, meta_of, pack_into, size_bytes
 from fastturn.sampler.server import EngineError, Server
 
 Phase = Literal["awake", "asleep", "weights", "published", "freed"]
@@ -133,7 +133,7 @@ class IpcCarrier:
             self.colocation.sleep(servers)
 
     def send(self, weights: Weights, version: int, servers: Sequence[Server]) -> None:
-        pairs = list(weights)
+        pairs = in_order(weights)
         asleep = self.colocation is not None and self.colocation.phase != "awake"
         if asleep:
             self._send_asleep(pairs, version, servers)
@@ -182,7 +182,7 @@ class IpcCarrier:
     def _move_chunks(
         self, servers: Sequence[Server], pairs: Sequence[tuple[str, torch.Tensor]]
     ) -> Faults:
-        sizes = [size_bytes((name, t.dtype, tuple(t.shape))) for name, t in pairs]
+        sizes = [size_bytes(meta_of(name, tensor)) for name, tensor in pairs]
         device = pairs[0][1].device
         room = max(max(sizes), min(self.buffer_bytes, sum(sizes)))
         buffer_N = torch.empty(room, dtype=torch.uint8, device=device)

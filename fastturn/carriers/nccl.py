@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from fastturn.carriers.base import Faults, FullWeights, Weights, each, exchange, first_of
 from fastturn.carriers.nccl_group import Group, NcclGroup, Ticket, Watch, open_store, wait_for
-from fastturn.carriers.packing import Chunk, Meta, describe, pack
+from fastturn.carriers.packing import Chunk, Meta, describe, in_order, meta_of, pack
 from fastturn.sampler.server import EngineError, Server
 
 PACKED_IN_INIT_SINCE = (0, 28)  # before, packing was agreed upon in every update
@@ -167,15 +167,15 @@ def _described(weights: Weights) -> tuple[Weights, list[Meta]]:
     it without having the tensors; of anything else the tensors are kept."""
     if isinstance(weights, FullWeights):
         return weights, weights.meta()
-    pairs = list(weights)
-    return pairs, [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
+    pairs = in_order(weights)
+    return pairs, [meta_of(name, tensor) for name, tensor in pairs]
 
 
 def checked(weights: Weights, metas: Sequence[Meta]) -> Any:
     """`weights`, compared with what was announced: a difference would shift every later tensor."""
     announced = iter(metas)
     for name, tensor in weights:
-        found: Meta = (name, tensor.dtype, tuple(tensor.shape))
+        found = meta_of(name, tensor)
         wanted = next(announced, None)
         if found != wanted:
             raise ValueError(f"tensor {found} came where {wanted} was announced")

@@ -13,6 +13,7 @@ bring the NCCL library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
 import struct
@@ -72,8 +73,12 @@ def pickled_id(unique_id: bytes) -> bytes:
     return b"\x80\x03" + rebuild + kind + state + b"\x86R."
 
 
-def beside(act: Callable[[], T], watch: Watch) -> T:
-    """The result of a call that may never return, made in a thread beside the watch."""
+def beside(act: Callable[[], T], watch: Watch, release: Callable[[], None] | None = None) -> T:
+    """The result of a call that may never return, made in a thread beside the watch.
+
+    When the watch raises, `release` lets the call return: a thread that is still inside such a call
+    when the interpreter ends can abort the process.
+    """
     results: list[T] = []
     failures: list[RuntimeError] = []
 
@@ -85,7 +90,13 @@ def beside(act: Callable[[], T], watch: Watch) -> T:
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    wait_for(lambda: not thread.is_alive(), watch)
+    try:
+        wait_for(lambda: not thread.is_alive(), watch)
+    except BaseException:
+        if release is not None:
+            release()
+            thread.join()
+        raise
     if failures:
         raise failures[0]
     return results[0]
@@ -100,12 +111,19 @@ def open_store(
     """
     port, patience = listener.getsockname()[1], timedelta(seconds=timeout_s)
     fd = listener.detach()
+
+    def take_the_missing_places() -> None:
+        for _ in range(world - 1):
+            with contextlib.suppress(RuntimeError):  # the store is gone already
+                TCPStore(address, port, world, False, timedelta(seconds=5), use_libuv=False)
+
     # Workers speak to the plain store, not to the libuv one.
     return beside(
         lambda: TCPStore(
             address, port, world, True, patience, master_listen_fd=fd, use_libuv=False
         ),
         watch,
+        take_the_missing_places,
     )
 
 

@@ -34,6 +34,10 @@ def size_bytes(meta: Meta) -> int:
     return math.prod(meta[2]) * meta[1].itemsize
 
 
+def meta_of(name: str, tensor: torch.Tensor) -> Meta:
+    return name, tensor.dtype, tuple(tensor.shape)
+
+
 def describe(metas: Sequence[Meta]) -> dict[str, Any]:
     """The update info that both transfer backends send.
 
@@ -46,6 +50,20 @@ def describe(metas: Sequence[Meta]) -> dict[str, Any]:
     }
 
 
+def aligned(meta: Meta) -> int:
+    """Sort key of the order to send in: wide types first. The receiver views slices of a buffer as
+    their type, so each must begin at a multiple of its width, and tensors may be of odd length.
+
+    Example: bfloat16[3] before float32[2] would put the latter at byte 6.
+    """
+    return -meta[1].itemsize
+
+
+def in_order(weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """All pairs in the order to send them in."""
+    return sorted(weights, key=lambda pair: aligned(meta_of(*pair)))
+
+
 def pack(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Chunk]:
     """Broadcast buffers, made one at a time as `weights` is iterated.
 
@@ -55,7 +73,7 @@ def pack(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Ch
     parts: list[torch.Tensor] = []
     held = 0
     for name, tensor in weights:
-        metas.append((name, tensor.dtype, tuple(tensor.shape)))
+        metas.append(meta_of(name, tensor))
         parts.append(as_bytes(tensor))
         held += len(parts[-1])
         if held > limit:
@@ -83,7 +101,7 @@ def pack_into(
             yield Chunk(tuple(metas), buffer_N[:held])
             metas, held = [], 0
         buffer_N[held : held + len(part_N)].copy_(part_N)
-        metas.append((name, tensor.dtype, tuple(tensor.shape)))
+        metas.append(meta_of(name, tensor))
         held += len(part_N)
     if metas:
         yield Chunk(tuple(metas), buffer_N[:held])
