@@ -46,7 +46,8 @@ def prove_canary(
     and those that a server reports for them after a publish (`got_A`), both [A] in nats.
 
     `dtype`: the coarser of the trainer's and the server's. Raises `PublishError` when one token
-    differs by more than `TOLERANCE[dtype]`, when a value is missing or NaN, or when there is none.
+    differs by more than `TOLERANCE[dtype]`, all of them by more than a tenth of it in the mean (one
+    token alone may be off by much in half precision), a value is missing or NaN, or there is none.
     Example: `prove_canary([-1.5], [-1.500004], torch.float32)` is 4e-6.
     """
     expected = torch.as_tensor(expected_A, dtype=torch.float64)
@@ -57,13 +58,13 @@ def prove_canary(
             f"cut the prompt or the answer short; raise its --max-model-len"
         )
     error_A = (expected - got).abs()
-    worst = float(error_A.max())  # NaN when any is
-    if not worst <= TOLERANCE[dtype]:
-        off = int((~(error_A <= TOLERANCE[dtype])).sum())
+    worst, mean = float(error_A.max()), float(error_A.mean())  # NaN when any is
+    most, most_mean = TOLERANCE[dtype], TOLERANCE[dtype] / 10
+    if not (worst <= most and mean <= most_mean):
         raise PublishError(
-            f"after the publish {off} of {len(expected)} canary tokens differ from the trainer's "
-            f"log-probabilities, by up to {worst:.3g} (at most {TOLERANCE[dtype]:g} expected in "
-            f"{str(dtype).removeprefix('torch.')}). Likely causes: a tied head that was not "
+            f"after the publish {len(expected)} canary tokens differ from the trainer's "
+            f"log-probabilities by up to {worst:.3g} and by {mean:.3g} in the mean (at most "
+            f"{most:g} and {most_mean:g} expected in {str(dtype).removeprefix('torch.')}). Likely causes: a tied head that was not "
             f"re-packed (vLLM's reload_weights; use the file carrier), tensors that were left out, "
             f"a stale prefix cache (pause with clearing, or a new cache_salt), raw "
             f"log-probabilities at a temperature other than 1 (--logprobs-mode "
