@@ -374,8 +374,6 @@ class Fleet:
             if member.probe is not None and not member.admitting:
                 member.probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
-        for member in self.members:
-            await member.close_retired()
 
     async def _close_clients(self) -> None:
         await self._settle()

@@ -19,6 +19,7 @@ CONNECT_S = 10.0
 KEEP_S = 4.0  # servers close idle connections after 5 s
 SAY_EVERY_S = 5.0
 _HEADERS = {"content-type": "application/json"}
+_EXTENSIONS = {"timeout": {"connect": CONNECT_S}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Member:
         self.probe: asyncio.Task[None] | None = None
         self.admitting = False
         self.probe_wait_s, self.probe_at = PROBE_FIRST_S, 0.0
-        self._client, self._retired = _client(), []  # type: httpx.AsyncClient, list[httpx.AsyncClient]
+        self._idle: list[httpx.AsyncHTTPTransport] = []
 
     @property
     def url(self) -> str:
@@ -79,13 +80,13 @@ class Member:
         self, ask: wire.Ask, vocabulary: int, deadline_s: float
     ) -> wire.Reply | Failure | EngineError:
         """One request. A `Failure` may be asked again; an `EngineError` would come again."""
-        url, client = self.url + self.path, self._client
+        url = self.url + self.path
         data = wire.body(ask, self.model, self.info.generate_route)
         self.traffic.requests += 1
         self.traffic.bytes_sent += len(data)
         try:
             async with asyncio.timeout(deadline_s):
-                response = await client.post(url, content=data, headers=_HEADERS)
+                status, content = await self._post(url, data)
         except TimeoutError:
             return Failure("deadline", f"no whole answer within {deadline_s:g} s")
         except httpx.TransportError as error:
@@ -93,13 +94,8 @@ class Member:
             if isinstance(error, httpx.RemoteProtocolError) and "body" in reason:
                 return Failure("truncated", f"the answer ended early ({reason})")
             return Failure("connection", reason, gone=True)
-        content, status = response.content, response.status_code
         self.traffic.bytes_received += len(content)
         if status >= 500 or status == 429:
-            # A server may drop a kept connection after an internal error: open new ones.
-            if self._client is client:
-                self._retired.append(client)
-                self._client = _client()
             return Failure(f"http_{status}", str(wire.refused(status, content, url)))
         if status != 200:
             return wire.refused(status, content, url)
@@ -110,14 +106,30 @@ class Member:
         except EngineError as error:
             return error
 
-    async def close_retired(self) -> None:
-        """Call it when no request is in flight."""
-        while self._retired:
-            await self._retired.pop().aclose()
+    async def _post(self, url: str, data: bytes) -> tuple[int, bytes]:
+        """Status and body, over a kept connection where one is idle.
+
+        A connection is kept after a whole answer without a server error: servers drop theirs after
+        an internal error without saying so. One transport holds one connection, because looking
+        through a shared pool takes time that grows with the square of its size.
+        """
+        line = self._idle.pop() if self._idle else _line()
+        request = httpx.Request("POST", url, headers=_HEADERS, content=data, extensions=_EXTENSIONS)
+        whole = False
+        try:
+            response = await line.handle_async_request(request)
+            content = await response.aread()
+            whole = response.status_code < 500
+            return response.status_code, content
+        finally:
+            if whole:
+                self._idle.append(line)
+            else:
+                await line.aclose()
 
     async def close(self) -> None:
-        await self.close_retired()
-        await self._client.aclose()
+        while self._idle:
+            await self._idle.pop().aclose()
 
 
 class Countdown:
@@ -148,12 +160,11 @@ class Countdown:
             )
 
 
-def _client() -> httpx.AsyncClient:
+def _line() -> httpx.AsyncHTTPTransport:
     limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S
-    )
-    timeout = httpx.Timeout(None, connect=CONNECT_S)
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=_tls())
+        max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEP_S
+    )  # fmt: skip
+    return httpx.AsyncHTTPTransport(verify=_tls(), limits=limits, trust_env=False)
 
 
 @functools.cache

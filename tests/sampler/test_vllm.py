@@ -394,10 +394,13 @@ def test_a_new_connection_after_an_internal_error(serve):
     fake = serve()
     with Client([fake]) as client:
         client.sampler.publish(0)
-        before = client.sampler.fleet.members[0]._client
+        (member,) = client.sampler.fleet.members
+        (kept,) = member._idle
+        client.sampler.sample(requests(1), PARAMS)
+        assert member._idle == [kept]
         fake.faults.append("http_500")
         client.sampler.sample(requests(1), PARAMS)
-        assert client.sampler.fleet.members[0]._client is not before and before.is_closed
+        assert len(member._idle) == 1 and member._idle != [kept]
 
 
 # Faults that do not
