@@ -64,12 +64,12 @@ def prove_canary(
         raise PublishError(
             f"after the publish {len(expected)} canary tokens differ from the trainer's "
             f"log-probabilities by up to {worst:.3g} and by {mean:.3g} in the mean (at most "
-            f"{most:g} and {most_mean:g} expected in {str(dtype).removeprefix('torch.')}). Likely causes: a tied head that was not "
-            f"re-packed (vLLM's reload_weights; use the file carrier), tensors that were left out, "
-            f"a stale prefix cache (pause with clearing, or a new cache_salt), raw "
-            f"log-probabilities at a temperature other than 1 (--logprobs-mode "
-            f"processed_logprobs), top-p or top-k from the model's own file (--generation-config "
-            f"vllm), or another model or tokenizer"
+            f"{most:g} and {most_mean:g} expected in {str(dtype).removeprefix('torch.')}). Likely "
+            f"causes: a tied head that was not re-packed (vLLM's reload_weights; use the file "
+            f"carrier), tensors that were left out, a stale prefix cache (pause with clearing, or "
+            f"a new cache_salt), raw log-probabilities at a temperature other than 1 "
+            f"(--logprobs-mode processed_logprobs), top-p or top-k from the model's own file "
+            f"(--generation-config vllm), or another model or tokenizer"
         )
     return worst
 

@@ -346,7 +346,7 @@ def supervise(
             if not was_ready or failures > restarts:
                 raise ServeError(
                     f"the server ended with {code} "
-                    + (f"for the {failures}th time" if was_ready else "before it was ready")
+                    + (f"after {restarts} restarts" if was_ready else "before it was ready")
                     + f"; the end of {log}:\n{tail(log)}"
                 )
             wait_s = _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1]
