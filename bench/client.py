@@ -12,6 +12,7 @@ is a stand-in with a fixed time a token unless one is named: then its own speed 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import subprocess
 import sys
 import time
@@ -125,8 +126,8 @@ def measure(case: ClientCase, url: str, vocabulary: int, repeats: int) -> Iterat
     tokens = case.contexts * case.siblings * case.tokens
     for repeat in range(repeats + 1):  # the first one warms both
         fleet.traffic.client_s = 0.0
-        took_s = through_client(fleet, case, contexts, f"client-{url}-{repeat}")
-        sent = bodies(case, contexts, info, f"bare---{url}-{repeat}")
+        took_s = through_client(fleet, case, contexts, secrets.token_urlsafe(16))
+        sent = bodies(case, contexts, info, secrets.token_urlsafe(16))
         bare_s, _ = asyncio.run(bare(url, info, sent))
         if repeat:
             rates["fastturn"].append(tokens / took_s)

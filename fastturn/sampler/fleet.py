@@ -378,7 +378,7 @@ class Fleet:
     async def _close_clients(self) -> None:
         await self._settle()
         for member in self.members:
-            await member.close()
+            member.close()
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine of the client's thread, from any other thread."""

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import httpx
-
 from fastturn.sampler import wire
+from fastturn.sampler.line import CutShort, Line
 from fastturn.sampler.server import EngineError, Server, ServerInfo
 
 PROBE_FIRST_S, PROBE_LAST_S = 0.25, 10.0
-CONNECT_S = 10.0
-KEEP_S = 4.0  # servers close idle connections after 5 s
 SAY_EVERY_S = 5.0
-_HEADERS = {"content-type": "application/json"}
-_EXTENSIONS = {"timeout": {"connect": CONNECT_S}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +59,7 @@ class Member:
         self.probe: asyncio.Task[None] | None = None
         self.admitting = False
         self.probe_wait_s, self.probe_at = PROBE_FIRST_S, 0.0
-        self._idle: list[httpx.AsyncHTTPTransport] = []
+        self._lines: list[Line] = []  # idle
 
     @property
     def url(self) -> str:
@@ -86,14 +79,13 @@ class Member:
         self.traffic.bytes_sent += len(data)
         try:
             async with asyncio.timeout(deadline_s):
-                status, content = await self._post(url, data)
+                status, content = await self._post(data)
         except TimeoutError:
             return Failure("deadline", f"no whole answer within {deadline_s:g} s")
-        except httpx.TransportError as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            if isinstance(error, httpx.RemoteProtocolError) and "body" in reason:
-                return Failure("truncated", f"the answer ended early ({reason})")
-            return Failure("connection", reason, gone=True)
+        except CutShort as error:
+            return Failure("truncated", str(error))
+        except OSError as error:
+            return Failure("connection", f"{type(error).__name__}: {error}", gone=True)
         self.traffic.bytes_received += len(content)
         if status >= 500 or status == 429:
             return Failure(f"http_{status}", str(wire.refused(status, content, url)))
@@ -106,30 +98,16 @@ class Member:
         except EngineError as error:
             return error
 
-    async def _post(self, url: str, data: bytes) -> tuple[int, bytes]:
-        """Status and body, over a kept connection where one is idle.
-
-        A connection is kept after a whole answer without a server error: servers drop theirs after
-        an internal error without saying so. One transport holds one connection, because looking
-        through a shared pool takes time that grows with the square of its size.
-        """
-        line = self._idle.pop() if self._idle else _line()
-        request = httpx.Request("POST", url, headers=_HEADERS, content=data, extensions=_EXTENSIONS)
-        whole = False
+    async def _post(self, data: bytes) -> tuple[int, bytes]:
+        line = self._lines.pop() if self._lines else Line(self.url)
         try:
-            response = await line.handle_async_request(request)
-            content = await response.aread()
-            whole = response.status_code < 500
-            return response.status_code, content
+            return await line.post(self.path, data)
         finally:
-            if whole:
-                self._idle.append(line)
-            else:
-                await line.aclose()
+            self._lines.append(line)
 
-    async def close(self) -> None:
-        while self._idle:
-            await self._idle.pop().aclose()
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
 
 
 class Countdown:
@@ -158,16 +136,3 @@ class Countdown:
                 f"no rollout server can be used ({reasons}); waiting {left_s:.0f} s more, then "
                 f"the run saves and stops"
             )
-
-
-def _line() -> httpx.AsyncHTTPTransport:
-    limits = httpx.Limits(
-        max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEP_S
-    )  # fmt: skip
-    return httpx.AsyncHTTPTransport(verify=_tls(), limits=limits, trust_env=False)
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Made once: making one takes longer than many requests."""
-    return httpx.create_ssl_context(trust_env=False)

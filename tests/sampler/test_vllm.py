@@ -395,12 +395,13 @@ def test_a_new_connection_after_an_internal_error(serve):
     with Client([fake]) as client:
         client.sampler.publish(0)
         (member,) = client.sampler.fleet.members
-        (kept,) = member._idle
+        (line,) = member._lines
+        kept = line._streams
         client.sampler.sample(requests(1), PARAMS)
-        assert member._idle == [kept]
+        assert line._streams is kept
         fake.faults.append("http_500")
         client.sampler.sample(requests(1), PARAMS)
-        assert len(member._idle) == 1 and member._idle != [kept]
+        assert line._streams not in (None, kept) and member._lines == [line]
 
 
 # Faults that do not
