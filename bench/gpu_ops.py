@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastturn.kernels import TreePlan, linear_logprob, tree_attention, turn_surrogate
+from fastturn.kernels import (
+    TreePlan,
+    attention_implementations,
+    linear_logprob,
+    tree_attention,
+    turn_surrogate,
+)
 
 from .cases import AttentionCase
 from .measure import Provider
@@ -70,10 +76,14 @@ HEADS = (
 )
 TOY_HEADS = tuple(HeadCase(a, d, v, dtype="float32", tokens=8) for a, d, v in [(32, 32, 130)])
 
+# Heads of Qwen3-8B (32 over 8) and of Qwen3-1.7B (16 over 8).
 ATTENTION = (
     AttentionCase("attention/siblings", 1, 4096, 8, 512, 32, 8, 128),
     AttentionCase("attention/trees", 16, 384, 4, 32, 32, 8, 128),
+    AttentionCase("attention/65536 tokens, 1.7B", 8, 4096, 8, 512, 16, 8, 128),
+    AttentionCase("attention/65536 tokens, 8B", 8, 4096, 8, 512, 32, 8, 128),
 )
+DENSE = 1 << 14  # most tokens of a dense mask
 TOY_ATTENTION = (AttentionCase("attention/siblings", 2, 24, 2, 8, 4, 2, 16),)
 
 
@@ -84,6 +94,12 @@ def implementations(module: str) -> list[str]:
     """
     table = importlib.import_module(f"fastturn.kernels.{module}").IMPLEMENTATIONS
     return [name for name in ("triton", "torch") if name in table]
+
+
+def attention_names(device: str) -> list[str]:
+    """Implementations of tree attention that have a gradient on `device`, Triton first."""
+    reasons = attention_implementations(torch.device(device))
+    return [name for name, reason in reasons.items() if reason is None and name != "reference"]
 
 
 def head_inputs(case: HeadCase, device: str) -> HeadInputs:
@@ -291,10 +307,10 @@ def attenders(case: AttentionCase, device: str, dtype: torch.dtype) -> dict[str,
     def mine(impl: str) -> Callable[..., Tensor]:
         return lambda q, k, v: tree_attention(q, k, v, end_T, plan=plan, impl=impl)
 
-    named = {f"fastturn {impl}": mine(impl) for impl in implementations("tree_attention")}
-    named["sdpa, dense mask"] = _dense(end_T, case.heads // case.keys)
-    if device == "cuda":
-        named["flex attention"] = _flex(end_T)
+    named = {f"fastturn {impl}": mine(impl) for impl in attention_names(device)}
+    named["sdpa, replicated rows"] = _replicated(case, device)
+    if len(end_T) <= DENSE:
+        named["sdpa, dense mask"] = _dense(end_T, case.heads // case.keys)
     return {name: step(attend) for name, attend in named.items()}
 
 
@@ -311,18 +327,20 @@ def _dense(end_T: Tensor, groups: int) -> Callable[..., Tensor]:
     return attend
 
 
-def _flex(end_T: Tensor) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < end_T[k])
-
-    size = len(end_T)
-    blocks = create_block_mask(visible, None, None, size, size, device=str(end_T.device))
-    fast = torch.compile(flex_attention, dynamic=False)
+def _replicated(case: AttentionCase, device: str) -> Callable[..., Tensor]:
+    """A row for each sibling with its own copy of the context, by torch's fastest causal kernel."""
+    size = case.context + case.siblings * case.tokens
+    place = torch.arange(case.context + case.tokens, device=device)
+    sibling_S1 = torch.arange(case.siblings, device=device).unsqueeze(1)
+    row_SN = torch.where(place < case.context, place, place + sibling_S1 * case.tokens)
+    tree_J11 = torch.arange(case.trees, device=device).view(-1, 1, 1) * size
+    index_BN = (tree_J11 + row_SN).flatten(0, 1)
+    first_T = torch.empty(case.trees * size, dtype=torch.int64, device=device)
+    first_T[index_BN.flatten().flip(0)] = torch.arange(index_BN.numel(), device=device).flip(0)
 
     def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THE, k_TKE, v_TKE))
-        return fast(q, k, v, block_mask=blocks, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (x[index_BN].transpose(1, 2) for x in (q_THE, k_TKE, v_TKE))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)[first_T]
 
     return attend

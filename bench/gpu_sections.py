@@ -96,6 +96,8 @@ def dtypes(check: Check, impl: str) -> list[torch.dtype]:
     """Those that `impl` can be checked in: the interpreter multiplies bfloat16 as bit patterns."""
     if check.dry and impl == "triton":
         return [torch.float32, torch.float16]
+    if impl == "flash":
+        return [torch.float16, torch.bfloat16]
     return [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -109,7 +111,7 @@ def correctness(check: Check) -> None:
                 check.judge(f"output layer, {full}", what)
         _bits(check, impl, cases["plain"])
     attention = ops.TOY_ATTENTION[0] if check.dry else replace(ops.ATTENTION[1], trees=3)
-    for impl in ops.implementations("tree_attention"):
+    for impl in ops.attention_names(check.device):
         for dtype in dtypes(check, impl):
             full = f"tree_attention {impl} {dtype}"
             check.judge(full, partial(laws.attention_checks, impl, attention, dtype, check.device))

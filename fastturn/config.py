@@ -121,7 +121,7 @@ class Config:
     gamma: float = 1.0  # discount per sampled token
     context: str = "keep"  # what earlier turns look like: keep, strip_think, truncate:N, summarise
     pack_tokens: int = 4096  # token budget of one micro-batch
-    attention: Literal["auto", "torch", "reference"] = "auto"
+    attention: Literal["auto", "triton", "torch", "flex", "flash", "reference"] = "auto"
     threads: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: int = 0  # iterations between evaluations; 0: only before and after

@@ -5,118 +5,24 @@
                       attend(layer, q, k, v)   turn_surrogate(head weight, actions, ...)
                       tree attention           loss, log-probabilities, sums, peaks
 
-Attention is registered once with transformers under the name "fastturn". The registered function
-knows nothing of trees or caches: it calls the object that came as `model(..., attend=object)`. The
-policy passes a tree, the sampler a recorder or a decode cache.
+The model calls `attend` in every layer (`attention.py`): here a tree, in the sampler a recorder or
+a decode cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastturn import models
+from fastturn.attention import Attend, Backend, TreeAttention
 from fastturn.config import Config, ConfigError
-from fastturn.kernels import (
-    SurrogateOutput,
-    TreePlan,
-    linear_logprob,
-    tree_attention,
-    turn_surrogate,
-)
+from fastturn.kernels import SurrogateOutput, linear_logprob, turn_surrogate
 from fastturn.pack import PackedBatch
-
-
-class Attend(Protocol):
-    """Attention of one layer: q [1, H, T, E], k and v [1, K, T, E] -> [1, T, H, E].
-
-    Called once a layer, in order, with the layer's index, its scale (None: E ** -0.5) and its
-    sliding window in positions (None: whole history).
-    """
-
-    def __call__(
-        self,
-        layer: int,
-        q_1HTE: torch.Tensor,
-        k_1KTE: torch.Tensor,
-        v_1KTE: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-    ) -> torch.Tensor: ...
-
-
-# Arguments by which models change their attention scores; tree attention has none of them.
-_SCORE_CHANGES = ("softcap", "s_aux", "position_bias", "head_mask")
-
-
-def _registered_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    attend: Attend | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; no mask is built for a name without mask function."""
-    if attend is None:
-        raise ValueError(
-            f"{type(module).__name__}: the attention 'fastturn' needs model(..., attend=object); "
-            f"call the model through Policy or LocalSampler, or switch it back with "
-            f"model.set_attn_implementation('sdpa')"
-        )
-    changed = [name for name in _SCORE_CHANGES if kwargs.get(name) is not None]
-    if changed:
-        raise ConfigError(
-            f"{type(module).__name__} changes attention scores by {', '.join(changed)}, which tree "
-            f"attention does not compute; choose a model without it"
-        )
-    layer: Any = module.layer_idx
-    return attend(layer, query, key, value, scaling, sliding_window), None
-
-
-AttentionInterface.register(models.ATTENTION, _registered_attention)
-
-
-class TreeAttention:
-    """Attention over one packed tree: `visible(q, k) = k <= q < end_T[k]`, and in layers with a
-    sliding window `position_T[q] - position_T[k] < window`. A call changes nothing but the plans,
-    one for each window, so gradient checkpointing may call it again."""
-
-    def __init__(self, end_T: torch.Tensor, position_T: torch.Tensor, impl: str = "auto") -> None:
-        self.end_T, self.position_T, self.impl = end_T, position_T, impl
-        self.plans: dict[int | None, TreePlan] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q_1HTE: torch.Tensor,
-        k_1KTE: torch.Tensor,
-        v_1KTE: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        if window not in self.plans:
-            self.plans[window] = TreePlan(self.end_T, window, self.position_T)
-        q_THE, k_TKE, v_TKE = (x.squeeze(0).transpose(0, 1) for x in (q_1HTE, k_1KTE, v_1KTE))
-        out_THE = tree_attention(
-            q_THE,
-            k_TKE,
-            v_TKE,
-            self.end_T,
-            scale=scaling,
-            window=window,
-            position_T=self.position_T,
-            plan=self.plans[window],
-            impl=self.impl,
-        )
-        return out_THE.unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +65,8 @@ class Head:
 class Policy(nn.Module):
     """A causal language model that trains on packed trees and computes its loss inside `forward`.
 
-    `attention`: "auto" or "torch" for the tree kernels, "reference" for a dense mask (to debug).
+    `attention`: which implementation attends (`attention.choose`); "reference", to debug, is a
+    dense mask and the plain loss.
     The model keeps its class, weights and names; its attention implementation becomes "fastturn"
     and its embedding loses its padding id, because no id is padding here.
 
@@ -171,7 +78,8 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
         super().__init__()
         self.model: Any = model
-        self.impl = attention
+        self.backend = Backend(attention)
+        self.impl = "reference" if attention == "reference" else "auto"  # of the fused head
         _check_model(model)
         _check_head(model)
         model.set_attn_implementation(models.ATTENTION)
@@ -294,7 +202,7 @@ class Policy(nn.Module):
             # still take part in collectives.
             token_T, position_T, end_T = (x.new_zeros(1) for x in (token_T, position_T, end_T))
             end_T = end_T + 1
-        hidden_TD = self.hidden(token_T, position_T, TreeAttention(end_T, position_T, self.impl))
+        hidden_TD = self.hidden(token_T, position_T, TreeAttention(end_T, position_T, self.backend))
         return hidden_TD.index_select(0, row_T), row_A
 
     @torch.no_grad()
@@ -313,7 +221,9 @@ class Policy(nn.Module):
         packed_T, position_T, end_T = (
             torch.tensor(x, device=device) for x in (tokens, positions, ends)
         )
-        packed_TD = self.hidden(packed_T, position_T, TreeAttention(end_T, position_T, self.impl))
+        # The model is on trial here, not the implementation, which may need another device.
+        backend = Backend("auto")
+        packed_TD = self.hidden(packed_T, position_T, TreeAttention(end_T, position_T, backend))
         alone_T = torch.tensor(tokens[:4] + tokens[7:], device=device)
         chain_T = torch.full((7,), 7, device=device)
         depth_T = torch.arange(7, device=device)
@@ -321,7 +231,7 @@ class Policy(nn.Module):
             input_ids=alone_T.unsqueeze(0),
             position_ids=depth_T.unsqueeze(0),
             use_cache=False,
-            attend=TreeAttention(chain_T, depth_T, self.impl),
+            attend=TreeAttention(chain_T, depth_T, backend),
         ).logits[0, 4:]
         error = (head.logits(packed_TD[7:]) - plain).abs().max()
         bound = 64 * torch.finfo(plain.dtype).eps ** 0.75 * plain.abs().max().clamp(min=1e-3)

@@ -267,6 +267,8 @@ def _build(
         tokenizer = _own_tokenizer(config, domain, out / "tokenizer")
         policy = Policy.build(config, tokenizer)
     policy.to(device)
+    choice = policy.backend.choice(device)
+    progress.say(f"attention: {choice.impl} ({choice.why})")
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
     sampler = ENGINES[config.rollout.engine](config, policy, meter, progress)
     rollout = Rollout(domain, renderer, sampler, config, meter)

@@ -34,17 +34,17 @@ def choose(
     if impl == "auto":
         names = PREFERRED.get(device.type, ("torch",))
         usable = (n for n in names if n in table)
-        return next(table[n] for n in usable if n != "triton" or not _obstacle(device, dtype))
+        return next(table[n] for n in usable if n != "triton" or not triton_obstacle(device, dtype))
     if impl not in table:
         raise ValueError(f"impl={impl!r}: expected one of auto, {', '.join(table)}")
-    obstacle = _obstacle(device, dtype) if impl == "triton" else None
+    obstacle = triton_obstacle(device, dtype) if impl == "triton" else None
     if obstacle:
         raise ValueError(f"impl='triton': {obstacle}")
     return table[impl]
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why Triton cannot run these arguments, with the remedy."""
+def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Why Triton cannot run arguments of this kind, with the remedy."""
     if importlib.util.find_spec("triton") is None:
         return "expected the package triton, which is not installed; pip install triton"
     if dtype == torch.float64:

@@ -75,6 +75,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     position_T: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     i_T = torch.arange(end_T.shape[0], device=end_T.device)
     seen_TT = (i_T[None, :] <= i_T[:, None]) & (i_T[:, None] < end_T[None, :])
@@ -84,6 +85,7 @@ def tree_attention(
     group = q_THE.shape[1] // max(k_TKE.shape[1], 1)
     k_THE, v_THE = (x.repeat_interleave(group, dim=1) for x in (k_TKE, v_TKE))
     s_HTT = torch.einsum("qhe,khe->hqk", q_THE, k_THE) * scale
+    s_HTT = s_HTT if softcap is None else softcap * torch.tanh(s_HTT / softcap)
     wide = torch.promote_types(s_HTT.dtype, torch.float32)
     p_HTT = s_HTT.to(wide).masked_fill(~seen_TT, -torch.inf).softmax(-1).to(q_THE.dtype)
     return torch.einsum("hqk,khe->qhe", p_HTT, v_THE)

@@ -18,28 +18,41 @@ from torch import Tensor
 from .tree_plan import Tile, TreePlan
 
 
-def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float, plan: TreePlan) -> Tensor:
+def attend(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    plan: TreePlan,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     """Differentiable once; half precision is computed in float32 and rounded once."""
-    out_THE: Tensor = _TreeAttention.apply(q_THE, k_TKE, v_TKE, scale, plan)
+    out_THE: Tensor = _TreeAttention.apply(q_THE, k_TKE, v_TKE, plan, scale, softcap)
     return out_THE
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float, plan: TreePlan
+        ctx: Any,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        plan: TreePlan,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         groups = q_THE.shape[1] // k_TKE.shape[1]
         q_KTGE = _inside(q_THE.unflatten(1, (-1, groups)), scale)
         k_KTE, v_KTE = _inside(k_TKE), _inside(v_TKE)
         out_KTGE = torch.empty_like(q_KTGE)
-        scratch = _Scratch(plan, q_KTGE)
+        scratch = _Scratch(plan, q_KTGE, softcap)
         for tile in plan.tiles:
             p = scratch.probabilities(tile, _rows(q_KTGE, tile), _keys(k_KTE, tile))
             out = torch.bmm(p, _keys(v_KTE, tile))
             _put(out_KTGE, tile, out)
         ctx.save_for_backward(q_KTGE, k_KTE, v_KTE, out_KTGE)
-        ctx.plan, ctx.scale, ctx.dtype = plan, scale, q_THE.dtype
+        ctx.plan, ctx.scale, ctx.softcap, ctx.dtype = plan, scale, softcap, q_THE.dtype
         return _outside(out_KTGE, q_THE.dtype).flatten(1, 2)
 
     @staticmethod
@@ -53,37 +66,50 @@ class _TreeAttention(torch.autograd.Function):
         torch.sum(do_KTGE[:, :-1] * out_KTGE[:, :-1], -1, keepdim=True, out=delta_KTG1[:, :-1])
         dq_KTGE = torch.empty_like(q_KTGE)
         dk_KTE, dv_KTE = torch.zeros_like(k_KTE), torch.zeros_like(v_KTE)
-        scratch = _Scratch(plan, q_KTGE)
+        scratch = _Scratch(plan, q_KTGE, ctx.softcap)
         for tile in plan.tiles:
             q, k, do = _rows(q_KTGE, tile), _keys(k_KTE, tile), _rows(do_KTGE, tile)
             p = scratch.probabilities(tile, q, k)
             _add(dv_KTE, tile, torch.bmm(p.mT, do))
             ds = torch.bmm(do, _keys(v_KTE, tile).mT, out=scratch.other(p))
             ds.sub_(_rows(delta_KTG1, tile)).mul_(p)
+            if ctx.softcap is not None:
+                ds.mul_(scratch.slope(p))
             _put(dq_KTGE, tile, torch.bmm(ds, k))
             _add(dk_KTE, tile, torch.bmm(ds.mT, q))
         dq_KTGE.mul_(ctx.scale)
         dq_THE = _outside(dq_KTGE, ctx.dtype).flatten(1, 2)
-        return dq_THE, _outside(dk_KTE, ctx.dtype), _outside(dv_KTE, ctx.dtype), None, None
+        dk_TKE, dv_TKE = _outside(dk_KTE, ctx.dtype), _outside(dv_KTE, ctx.dtype)
+        return dq_THE, dk_TKE, dv_TKE, None, None, None
 
 
 class _Scratch:
-    """Two buffers of scores, as large as the largest tile needs."""
+    """Two buffers of scores, three with a cap on them, as large as the largest tile needs."""
 
-    def __init__(self, plan: TreePlan, q_KTGE: Tensor) -> None:
+    def __init__(self, plan: TreePlan, q_KTGE: Tensor, softcap: float | None) -> None:
         self.heads, _, self.groups, _ = q_KTGE.shape
+        self.softcap = softcap
         most = max((t.count * t.queries * t.keys for t in plan.tiles), default=0)
-        self.scores, self.probs = q_KTGE.new_empty(2, self.heads * self.groups * most)
+        buffers = q_KTGE.new_empty(2 + (softcap is not None), self.heads * self.groups * most)
+        self.scores, self.probs, *self.tanh = buffers
 
     def probabilities(self, tile: Tile, q: Tensor, k: Tensor) -> Tensor:
-        """softmax(q kᵀ) of a tile: [K · count, queries · G, keys]."""
+        """softmax(cap(q kᵀ)) of a tile: [K · count, queries · G, keys]."""
         shape = (len(q), q.shape[1], tile.keys)
         size = shape[0] * shape[1] * shape[2]
         scores = torch.bmm(q, k.mT, out=self.scores[:size].view(shape))
+        if self.softcap is not None:
+            tanh = torch.tanh(scores.div_(self.softcap), out=self.tanh[0][:size].view(shape))
+            torch.mul(tanh, self.softcap, out=scores)
         if tile.hidden is not None:
             split = scores.view(self.heads, tile.count, tile.queries, self.groups, tile.keys)
             split[..., tile.full :].masked_fill_(tile.hidden, -torch.inf)
         return torch.softmax(scores, -1, out=self.probs[:size].view(shape))
+
+    def slope(self, probs: Tensor) -> Tensor:
+        """Derivative of the capped scores by the scores, of the tile of `probs`."""
+        tanh = self.tanh[0][: probs.numel()].view_as(probs)
+        return tanh.square_().neg_().add_(1)
 
     def other(self, probs: Tensor) -> Tensor:
         return self.scores[: probs.numel()].view_as(probs)

@@ -1,21 +1,24 @@
 """Attention over packed trees, block-sparse: one integer per token is the whole mask.
 
     visible(q, k) = k <= q < end[k]     (and position[q] - position[k] < window)
-    out_q = Σ_k softmax_k(scale · q·k) v_k over the visible keys
+    out_q = Σ_k softmax_k(cap(scale · q·k)) v_k over the visible keys
 
 `TreePlan` finds once per packed batch which queries meet which keys; all layers share it. The
-implementations are `torch_attention`, matrix products over tiles for any device and dtype, and
-`triton_attention`, fused kernels for CUDA.
+implementations are `torch_attention`, matrix products over tiles for any device and dtype,
+`triton_attention`, fused kernels for CUDA, and for comparison, or where they are faster,
+`flex_attention` and `flash_attention`, which run other people's kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import reference, torch_attention
-from .dispatch import check_float, check_index, check_number, choose
+from . import flash_attention, flex_attention, reference, torch_attention
+from .dispatch import check_float, check_index, check_number, choose, triton_obstacle
 from .tree_plan import TreePlan
 
 WIDTHS = (16, 32, 64, 80, 96, 128, 256)  # head widths that the Triton kernels have tiles for
@@ -29,6 +32,7 @@ def tree_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     position_T: Tensor | None = None,
     plan: TreePlan | None = None,
     impl: str = "auto",
@@ -36,13 +40,15 @@ def tree_attention(
     """Attention of every query over the keys that it sees; grouped-query heads: out_THE.
 
     q_THE [T, H, E], k_TKE and v_TKE [T, K, E] with H a multiple of K (query head h reads key head
-    h // (H / K)), one floating dtype. end_T as in `TreePlan`; scale > 0 defaults to 1 / sqrt(E).
-    `plan` is `TreePlan(end_T, window, position_T)` built before; without one it is built here.
+    h // (H / K)), one floating dtype. end_T as in `TreePlan`; scale > 0 defaults to 1 / sqrt(E);
+    scores are capped as softcap · tanh(score / softcap). `plan` is `TreePlan(end_T, window,
+    position_T)` built before, and then `end_T` is not read; without one it is built here.
     Differentiable once, by q, k and v; accumulation is float32 (float64 in float64). T = 0 and T
-    not a multiple of any block are exact. `impl="auto"` is Triton on CUDA, and torch for float64
-    and for head widths that Triton has no tiles for (`WIDTHS`). Raises `ValueError` for a wrong
-    shape, dtype or device, H not a multiple of K, a plan of another length or window, or a width
-    outside `WIDTHS` with impl="triton".
+    not a multiple of any block are exact.
+
+    `impl="auto"` is Triton on CUDA, and torch for float64 and for head widths that Triton has no
+    tiles for (`WIDTHS`). Raises `ValueError` for a wrong shape, dtype or device, H not a multiple
+    of K, a plan of another length or window, or an `impl` that cannot run these arguments.
 
     Example: end_T = [3, 2, 3] lets token 2 see tokens 0 and 2 but not its sibling 1; with equal
     scores out[2] = (v[0] + v[2]) / 2.
@@ -53,7 +59,9 @@ def tree_attention(
     run = choose(impl, IMPLEMENTATIONS, q_THE.device, q_THE.dtype)
     scale = width**-0.5 if scale is None else scale
     check_number("scale", scale, 0.0, open_low=True)
-    return run(q_THE, k_TKE, v_TKE, end_T, scale, window, position_T, plan)
+    if softcap is not None:
+        check_number("softcap", softcap, 0.0, open_low=True)
+    return run(q_THE, k_TKE, v_TKE, plan or TreePlan(end_T, window, position_T), scale, softcap)
 
 
 def _check(
@@ -71,7 +79,8 @@ def _check(
     for name, x in (("k_TKE", k_TKE), ("v_TKE", v_TKE)):
         if x.dtype != q_THE.dtype:
             raise ValueError(f"{name}: expected {q_THE.dtype} like q_THE, got {x.dtype}")
-    check_index("end_T", end_T, (tokens,), q_THE)
+    if plan is None:
+        check_index("end_T", end_T, (tokens,), q_THE)
     if not k_TKE.shape[1] or heads % k_TKE.shape[1]:
         raise ValueError(
             f"q_THE: expected a multiple of the {k_TKE.shape[1]} key heads, got {heads} query heads"
@@ -94,51 +103,42 @@ def _without_triton(impl: str, width: int) -> str:
     return "torch" if impl == "auto" else impl
 
 
-def _torch(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    end_T: Tensor,
-    scale: float,
-    window: int | None,
-    position_T: Tensor | None,
-    plan: TreePlan | None,
-) -> Tensor:
-    plan = plan or TreePlan(end_T, window, position_T)
-    return torch_attention.attend(q_THE, k_TKE, v_TKE, scale, plan)
-
-
-def _triton(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    end_T: Tensor,
-    scale: float,
-    window: int | None,
-    position_T: Tensor | None,
-    plan: TreePlan | None,
-) -> Tensor:
+def _triton(*arguments: Any) -> Tensor:
     from . import triton_attention
 
-    plan = plan or TreePlan(end_T, window, position_T)
-    return triton_attention.attend(q_THE, k_TKE, v_TKE, scale, plan)
+    return triton_attention.attend(*arguments)
 
 
 def _reference(
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
-    end_T: Tensor,
+    plan: TreePlan,
     scale: float,
-    window: int | None,
-    position_T: Tensor | None,
-    plan: TreePlan | None,
+    softcap: float | None,
 ) -> Tensor:
-    return reference.tree_attention(q_THE, k_TKE, v_TKE, end_T, scale, window, position_T)
+    return reference.tree_attention(
+        q_THE, k_TKE, v_TKE, plan.end_T, scale, plan.window, plan.place_T, softcap
+    )
 
 
+# All take (q_THE, k_TKE, v_TKE, plan, scale, softcap). Looked up when called, for a test or a user
+# may replace one.
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
-    "torch": _torch,
     "triton": _triton,
+    "torch": lambda *arguments: torch_attention.attend(*arguments),
+    "flex": lambda *arguments: flex_attention.attend(*arguments),
+    "flash": lambda *arguments: flash_attention.attend(*arguments),
     "reference": _reference,
 }
+
+
+def attention_implementations(device: torch.device) -> dict[str, str | None]:
+    """Every implementation, with the reason why it cannot train on `device` (None: it can).
+
+    Example: on a CPU "torch" and "reference" can, "flash" needs a CUDA device.
+    """
+    cuda = None if device.type == "cuda" else f"expected a CUDA device, got {device.type}"
+    package = None if flash_attention.installed() else "the package flash-attn is not installed"
+    reasons = {"triton": triton_obstacle(device), "flex": cuda, "flash": cuda or package}
+    return {name: reasons.get(name) for name in IMPLEMENTATIONS}

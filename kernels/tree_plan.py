@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ STEP = 16  # small trees are padded to multiples of this
 CELLS = 1 << 22  # pairs of blocks that are looked at together
 
 At = slice | Tensor
+Made = TypeVar("Made")
 Relation = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -95,7 +97,7 @@ class TreePlan:
             check_number("window", window, 1)
         self._end = np.append(end, 0)
         self._position = np.append(position, 0)
-        self._lists: dict[tuple[str, int, int], BlockLists] = {}
+        self._derived: dict[object, Any] = {}
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -119,27 +121,35 @@ class TreePlan:
         """
         return _extremes(self._end[:-1], block)
 
+    def derived(self, key: object, build: Callable[[TreePlan], Made]) -> Made:
+        """What `build` makes of this plan, made once: implementations keep their own form here."""
+        if key not in self._derived:
+            self._derived[key] = build(self)
+        made: Made = self._derived[key]
+        return made
+
     def by_query(self, queries: int, keys: int) -> BlockLists:
         """For each block of `queries` queries the blocks of `keys` keys that it sees."""
-        key = ("query", queries, keys)
-        if key not in self._lists:
-            first = np.arange(0, self.tokens, queries)
-            last = np.minimum(first + queries, self.tokens) - 1
-            reach = np.maximum.accumulate(self.ends(keys)[1])
+
+        def build(plan: TreePlan) -> BlockLists:
+            first = np.arange(0, plan.tokens, queries)
+            last = np.minimum(first + queries, plan.tokens) - 1
+            reach = np.maximum.accumulate(plan.ends(keys)[1])
             low, high = np.searchsorted(reach, first, "right"), last // keys + 1
-            relation = self._relation(queries, keys)
-            self._lists[key] = self._walk(low, high, relation)
-        return self._lists[key]
+            return plan._walk(low, high, plan._relation(queries, keys))
+
+        return self.derived(("query", queries, keys), build)
 
     def by_key(self, queries: int, keys: int) -> BlockLists:
         """For each block of `keys` keys the blocks of `queries` queries that see it."""
-        key = ("key", queries, keys)
-        if key not in self._lists:
-            low = np.arange(0, self.tokens, keys) // queries
-            high = -(-self.ends(keys)[1] // queries)
-            relation = self._relation(queries, keys)
-            self._lists[key] = self._walk(low, high, lambda k, q: relation(q, k))
-        return self._lists[key]
+
+        def build(plan: TreePlan) -> BlockLists:
+            low = np.arange(0, plan.tokens, keys) // queries
+            high = -(-plan.ends(keys)[1] // queries)
+            relation = plan._relation(queries, keys)
+            return plan._walk(low, high, lambda k, q: relation(q, k))
+
+        return self.derived(("key", queries, keys), build)
 
     def _relation(self, queries: int, keys: int) -> Relation:
         """Of blocks of queries and blocks of keys that broadcast: some pair visible, and all.

@@ -1,6 +1,6 @@
 """Tree attention on Triton: forward, and backward by queries and by keys.
 
-    s = scale · q kᵀ          p = exp(s - logsumexp s)          out = p v
+    s = cap(scale · q kᵀ)     p = exp(s - logsumexp s)          out = p v
     delta = rowsum(dout · out)     ds = p · (dout vᵀ - delta)
     dq = scale · ds k         dk = scale · Σ dsᵀ q              dv = Σ pᵀ dout    (Σ: grouped heads)
 
@@ -98,24 +98,37 @@ def shapes(width: int, dtype: torch.dtype) -> Shapes:
     return table[min(most for most in table if most >= width)]
 
 
-def attend(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float, plan: TreePlan) -> Tensor:
+def attend(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    plan: TreePlan,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     """Differentiable once; arguments as `tree_attention` has checked them."""
-    out_THE: Tensor = _TreeAttention.apply(q_THE, k_TKE, v_TKE, scale, plan)
+    out_THE: Tensor = _TreeAttention.apply(q_THE, k_TKE, v_TKE, plan, scale, softcap)
     return out_THE
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float, plan: TreePlan
+        ctx: Any,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        plan: TreePlan,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         q_THE, k_TKE, v_TKE = (_readable(x) for x in (q_THE, k_TKE, v_TKE))
         out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
         lse_HT = _statistic(q_THE)
-        call = _Call(plan, q_THE, k_TKE, v_TKE, scale)
+        call = _Call(plan, q_THE, k_TKE, v_TKE, scale, softcap)
         call.forward(out_THE, lse_HT)
         ctx.save_for_backward(q_THE, k_TKE, v_TKE, out_THE, lse_HT)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.softcap = plan, scale, softcap
         return out_THE
 
     @staticmethod
@@ -123,7 +136,7 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
         q_THE, k_TKE, v_TKE, out_THE, lse_HT = ctx.saved_tensors
         grad_THE = _readable(grad_THE)
-        call = _Call(ctx.plan, q_THE, k_TKE, v_TKE, ctx.scale)
+        call = _Call(ctx.plan, q_THE, k_TKE, v_TKE, ctx.scale, ctx.softcap)
         delta_HT = _statistic(q_THE)
         call.delta(out_THE, grad_THE, delta_HT)
         dq_THE, dk_TKE, dv_TKE = None, None, None
@@ -135,7 +148,7 @@ class _TreeAttention(torch.autograd.Function):
                 torch.empty(k_TKE.shape, dtype=k_TKE.dtype, device=k_TKE.device) for _ in "kv"
             )
             call.by_key(grad_THE, lse_HT, delta_HT, dk_TKE, dv_TKE)
-        return dq_THE, dk_TKE, dv_TKE, None, None
+        return dq_THE, dk_TKE, dv_TKE, None, None, None
 
 
 def _readable(x_THE: Tensor) -> Tensor:
@@ -150,9 +163,10 @@ def _statistic(q_THE: Tensor) -> Tensor:
     return torch.empty(heads, stride, dtype=torch.float32, device=q_THE.device)[:, :tokens]
 
 
-def _constants(width: int, windowed: bool, *, interpret: bool) -> dict[str, int]:
+def _constants(width: int, windowed: bool, capped: bool, *, interpret: bool) -> dict[str, int]:
     return {
         "HAS_WINDOW": windowed,
+        "HAS_CAP": capped,
         "E": width,
         "PADDED": triton.next_power_of_2(width),
         "INTERPRET": interpret,
@@ -163,17 +177,22 @@ class _Call:
     """Launches over one plan and one q, k, v."""
 
     def __init__(
-        self, plan: TreePlan, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, scale: float
+        self,
+        plan: TreePlan,
+        q_THE: Tensor,
+        k_TKE: Tensor,
+        v_TKE: Tensor,
+        scale: float,
+        softcap: float | None,
     ) -> None:
-        self.plan, self.scale = plan, float(scale)
+        self.plan, self.scale, self.softcap = plan, float(scale), float(softcap or 1.0)
         self.q, self.k, self.v = q_THE, k_TKE, v_TKE
         self.tokens, self.heads, self.width = q_THE.shape
         self.key_heads = k_TKE.shape[1]
         self.groups = self.heads // self.key_heads
         self.shapes = shapes(self.width, q_THE.dtype)
-        self.constants = _constants(
-            self.width, plan.window is not None, interpret=q_THE.device.type == "cpu"
-        )
+        kind = plan.window is not None, softcap is not None
+        self.constants = _constants(self.width, *kind, interpret=q_THE.device.type == "cpu")
 
     def forward(self, out_THE: Tensor, lse_HT: Tensor) -> None:
         shape = self.shapes.forward
@@ -251,6 +270,7 @@ class _Call:
             self.groups,
             self.plan.window or 0,
             self.scale,
+            self.softcap,
             *strides,
             statistic_HT.stride(0),
             **self.constants,
@@ -259,35 +279,39 @@ class _Call:
 
 
 def configurations() -> list[Configuration]:
-    """Every width in bfloat16, the most common one with a window, the larger ones in float32."""
-    cases = [(width, "bf16", False) for width in (64, 80, 96, 128, 256)]
-    cases += [(128, "bf16", True), (128, "fp32", False), (256, "fp32", False)]
+    """Every width in bfloat16, the most common one with a window, Gemma's with both that and a cap
+    on the scores, the larger ones in float32."""
+    cases = [(width, "bf16", "plain") for width in (64, 80, 96, 128, 256)]
+    cases += [(128, "bf16", "window"), (256, "bf16", "window, cap")]
+    cases += [(128, "fp32", "plain"), (256, "fp32", "plain")]
     found = []
-    for width, narrow, windowed in cases:
+    for width, narrow, kind in cases:
         chosen = shapes(width, torch.float32 if narrow == "fp32" else torch.bfloat16)
         for kernel, shape in (
             (forward_blocks, chosen.forward),
             (query_gradients, chosen.by_query),
             (key_gradients, chosen.by_key),
         ):
-            found.append(_configuration(kernel, shape.launch, width, narrow, windowed))
+            found.append(_configuration(kernel, shape.launch, width, narrow, kind))
     for width, narrow in ((64, "bf16"), (256, "fp32")):
-        found.append(_configuration(row_deltas, DELTA, width, narrow, False))
+        found.append(_configuration(row_deltas, DELTA, width, narrow, "plain"))
     return found
 
 
 def _configuration(
-    kernel: Any, launch: Mapping[str, int], width: int, narrow: str, windowed: bool
+    kernel: Any, launch: Mapping[str, int], width: int, narrow: str, kind: str
 ) -> Configuration:
-    constants = _constants(width, windowed, interpret=False) | dict(launch)
+    constants = _constants(width, "window" in kind, "cap" in kind, interpret=False) | dict(launch)
     constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
-    types = dict.fromkeys(("p_lse", "p_delta"), "*fp32") | {"scale": "fp32"}
+    types = dict.fromkeys(("p_lse", "p_delta"), "*fp32") | dict.fromkeys(
+        ("scale", "softcap"), "fp32"
+    )
     types |= dict.fromkeys(("p_end", "p_position", "p_walk", "p_met"), "*i32")
     for name in kernel.arg_names:
         if name not in types:
             types[name] = f"*{narrow}" if name.startswith("p_") else "i32"
     return configuration(
-        f"{kernel.__name__}/E{width}/{narrow}/{'window' if windowed else 'plain'}",
+        f"{kernel.__name__}/E{width}/{narrow}/{kind}",
         kernel,
         types,
         constants,

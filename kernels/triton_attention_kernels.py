@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_softmax import final_logit
+
 
 @triton.jit
 def _rows(
@@ -90,6 +92,7 @@ def forward_blocks(
     groups,
     window,
     scale,
+    softcap,
     stride_qt,
     stride_qh,
     stride_kt,
@@ -100,6 +103,7 @@ def forward_blocks(
     stride_oh,
     stride_lse,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     E: tl.constexpr,
     PADDED: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -123,6 +127,9 @@ def forward_blocks(
             o_k = tl.load(p_met + i) * BLOCK_K + tl.arange(0, BLOCK_K)
             k = _rows(p_k, o_k, stride_kt, tokens, E, PADDED, part == 1, INTERPRET)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if HAS_CAP:
+                z, _ = final_logit(s * scale, 0.0, 1.0, softcap, True)
+                s = z / scale
             if part == 1:
                 place_q = o_q
                 if HAS_WINDOW:
@@ -198,6 +205,7 @@ def query_gradients(
     groups,
     window,
     scale,
+    softcap,
     stride_qt,
     stride_qh,
     stride_kt,
@@ -210,6 +218,7 @@ def query_gradients(
     stride_dqh,
     stride_lse,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     E: tl.constexpr,
     PADDED: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -235,7 +244,10 @@ def query_gradients(
             k = _rows(p_k, o_k, stride_kt, tokens, E, PADDED, part == 1, INTERPRET)
             v = _rows(p_v, o_k, stride_vt, tokens, E, PADDED, part == 1, INTERPRET)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            p = tl.exp2(s * scale_log2 - lse[:, None])
+            if HAS_CAP:
+                z, slope = final_logit(s * scale, 0.0, 1.0, softcap, True)
+                s = z / scale
+            s = s * scale_log2 - lse[:, None]
             if part == 1:
                 place_q = o_q
                 if HAS_WINDOW:
@@ -250,9 +262,12 @@ def query_gradients(
                     window,
                     HAS_WINDOW,
                 )
-                p = tl.where(seen, p, 0.0)
+                s = tl.where(seen, s, float("-inf"))
+            p = tl.exp2(s)
             dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
             ds = p * (dp - delta[:, None])
+            if HAS_CAP:
+                ds *= slope
             acc = tl.dot(ds.to(narrow).to(k.dtype), k, acc, input_precision="ieee")
     _store_rows(p_dq + i_h * stride_dqh, acc * scale, o_q, stride_dqt, tokens, E, PADDED)
 
@@ -276,6 +291,7 @@ def key_gradients(
     groups,
     window,
     scale,
+    softcap,
     stride_qt,
     stride_qh,
     stride_kt,
@@ -288,6 +304,7 @@ def key_gradients(
     stride_dkh,
     stride_lse,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     E: tl.constexpr,
     PADDED: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -319,7 +336,10 @@ def key_gradients(
                 lse = _numbers(p_lseh, o_q, tokens, part == 1)
                 delta = _numbers(p_deltah, o_q, tokens, part == 1)
                 s = tl.dot(k, tl.trans(q), input_precision="ieee")
-                p = tl.exp2(s * scale_log2 - lse[None, :])
+                if HAS_CAP:
+                    z, slope = final_logit(s * scale, 0.0, 1.0, softcap, True)
+                    s = z / scale
+                s = s * scale_log2 - lse[None, :]
                 if part == 1:
                     place_q = o_q
                     if HAS_WINDOW:
@@ -333,10 +353,13 @@ def key_gradients(
                         window,
                         HAS_WINDOW,
                     )
-                    p = tl.where(seen, p, 0.0)
+                    s = tl.where(seen, s, float("-inf"))
+                p = tl.exp2(s)
                 dv = tl.dot(p.to(narrow).to(grad.dtype), grad, dv, input_precision="ieee")
                 dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
                 ds = p * (dp - delta[None, :])
+                if HAS_CAP:
+                    ds *= slope
                 dk = tl.dot(ds.to(narrow).to(q.dtype), q, dk, input_precision="ieee")
     _store_rows(p_dk + i_h * stride_dkh, dk * scale, o_k, stride_dkt, tokens, E, PADDED)
     _store_rows(p_dv + i_h * stride_dkh, dv, o_k, stride_dkt, tokens, E, PADDED)

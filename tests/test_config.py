@@ -128,7 +128,7 @@ def test_an_unknown_key_names_the_nearest(key, nearest):
         (["optim.lr=fast"], "optim.lr='fast': expected a value of type float"),
         (["loss.normalize_std=maybe"], "loss.normalize_std='maybe': expected true or false"),
         (["model.dtype=float8"], "model.dtype='float8': expected one of float32, bfloat16"),
-        (["attention=flash"], "attention='flash': expected one of auto, torch, reference"),
+        (["attention=flsh"], "attention='flsh': expected one of auto, triton, torch, flex, flash"),
         (["algorithm=gpro"], "algorithm='gpro': expected one of rtpo, grpo; the nearest is 'grpo'"),
         (["group_size=2"], "group_size=2: rtpo needs at least 3.*set group_size=3"),
         (["algorithm=grpo", "group_size=1"], "group_size=1: grpo needs at least 2"),

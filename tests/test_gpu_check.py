@@ -84,19 +84,23 @@ def test_rows_have_the_schema_of_all_results(dry: Dry) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "module"),
-    [
-        ("surrogate/", "turn_surrogate"),
-        ("logprob/", "linear_logprob"),
-        ("attention/", "tree_attention"),
-    ],
+    ("case", "module"), [("surrogate/", "turn_surrogate"), ("logprob/", "linear_logprob")]
 )
 def test_every_implementation_of_every_op_is_measured(case: str, module: str, dry: Dry) -> None:
     """Time, share of the measured ceiling and peak memory of each, beside plain torch."""
     want = {"time", "fraction of ceiling", "peak extra memory"}
     for impl in gpu_ops.implementations(module):
         assert want <= dry.metrics(case, f"fastturn {impl}"), impl
-    assert want <= dry.metrics(case, "sdpa, dense mask" if "attention" in case else "plain torch")
+    assert want <= dry.metrics(case, "plain torch")
+
+
+@pytest.mark.parametrize(
+    "provider",
+    ["fastturn triton", "fastturn torch", "sdpa, replicated rows", "sdpa, dense mask"],
+)
+def test_attention_is_measured_beside_its_peers(provider: str, dry: Dry) -> None:
+    want = {"time", "fraction of ceiling", "peak extra memory"}
+    assert want <= dry.metrics("attention/", provider)
 
 
 def test_idle_rows_are_measured_against_live_ones(dry: Dry) -> None:

@@ -45,7 +45,7 @@ FAMILIES = {
         "head_dim": 8,
         "sliding_window": 4,
         "query_pre_attn_scalar": 8,
-        "attn_logit_softcapping": None,
+        "attn_logit_softcapping": 1.5,
         "final_logit_softcapping": 3.0,
     },
     "granite-scale": {"model_type": "granite", "logits_scaling": 2.0, "attention_multiplier": 0.3},
@@ -316,9 +316,9 @@ def test_dropout_is_refused() -> None:
 
 
 def test_score_changes_that_tree_attention_lacks_are_refused() -> None:
-    values = {**COMMON, **FAMILIES["gemma-softcap"], "attn_logit_softcapping": 5.0}
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with pytest.raises(ConfigError, match="softcap"):
+    sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = AutoConfig.for_model("gpt_oss", **{**COMMON, **sizes})
+    with pytest.raises(ConfigError, match="changes attention scores by s_aux"):
         Policy(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 

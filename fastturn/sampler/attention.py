@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastturn.policy import TreeAttention
+from fastturn.attention import Backend, Scores, TreeAttention
 from fastturn.sampler.store import PrefixStore, Slots
 
 _REPACK_BELOW = 0.7  # live share of a block's places under which it is rebuilt
@@ -27,9 +27,9 @@ class RecordingTree(TreeAttention):
     """Tree attention that also writes keys and values into the store, from slot `start` on."""
 
     def __init__(
-        self, end_T: torch.Tensor, position_T: torch.Tensor, store: PrefixStore, impl: str
+        self, end_T: torch.Tensor, position_T: torch.Tensor, store: PrefixStore, backend: Backend
     ) -> None:
-        super().__init__(end_T, position_T, impl)
+        super().__init__(end_T, position_T, backend)
         self.store, self.start = store, store.reserve(len(end_T))
 
     def __call__(
@@ -38,11 +38,10 @@ class RecordingTree(TreeAttention):
         q_1HTE: torch.Tensor,
         k_1KTE: torch.Tensor,
         v_1KTE: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        scores: Scores,
     ) -> torch.Tensor:
         self.store.write(layer, self.start, k_1KTE[0].transpose(0, 1), v_1KTE[0].transpose(0, 1))
-        return super().__call__(layer, q_1HTE, k_1KTE, v_1KTE, scaling, window)
+        return super().__call__(layer, q_1HTE, k_1KTE, v_1KTE, scores)
 
 
 class SuffixAttention:
@@ -79,8 +78,7 @@ class SuffixAttention:
         q_1HTE: torch.Tensor,
         k_1KTE: torch.Tensor,
         v_1KTE: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        scores: Scores,
     ) -> torch.Tensor:
         self.store.write(layer, self.start, k_1KTE[0].transpose(0, 1), v_1KTE[0].transpose(0, 1))
         k_GTKE, v_GTKE = self.store.read(layer, self.slot_GT)
@@ -88,12 +86,12 @@ class SuffixAttention:
         repeat = q_NHE.shape[1] // k_GTKE.shape[2]
         q_GSHE = q_NHE.new_zeros(self.shape[0] * self.shape[1], *q_NHE.shape[1:])
         q_GSHE[self.flat_N] = q_NHE
-        out_GHSE = torch.nn.functional.scaled_dot_product_attention(
+        out_GHSE = _attention(
             q_GSHE.view(*self.shape, *q_NHE.shape[1:]).transpose(1, 2),
             k_GTKE.repeat_interleave(repeat, 2).transpose(1, 2),
             v_GTKE.repeat_interleave(repeat, 2).transpose(1, 2),
-            attn_mask=self._visible(window),
-            scale=scaling,
+            self._visible(scores.window),
+            scores,
         )
         out_NHE = out_GHSE.transpose(1, 2).reshape(-1, *q_NHE.shape[1:])[self.flat_N]
         return out_NHE.unsqueeze(0)
@@ -234,11 +232,9 @@ class DecodeAttention:
         q_1HTE: torch.Tensor,
         k_1KTE: torch.Tensor,
         v_1KTE: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        scores: Scores,
     ) -> torch.Tensor:
         q_RHE, k_RKE, v_RKE = (x[0].transpose(0, 1) for x in (q_1HTE, k_1KTE, v_1KTE))
-        scale = q_RHE.shape[-1] ** -0.5 if scaling is None else scaling
         outs, first = [], 0
         for index, block in enumerate(self.blocks):
             rows = slice(first, first + len(block.row_R))
@@ -246,8 +242,8 @@ class DecodeAttention:
             if layer == len(block.layers):
                 block.layers.append(self._open(layer, block, k_RKE))
             self._push(block.layers[layer], block, k_RKE[rows], v_RKE[rows])
-            bias = self._context_bias(index, window)
-            outs.append(self._attend(block.layers[layer], block, q_RHE[rows], scale, window, bias))
+            bias = self._context_bias(index, scores.window)
+            outs.append(self._attend(block.layers[layer], block, q_RHE[rows], scores, bias))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
     def _open(self, layer: int, block: Block, k_RKE: torch.Tensor) -> LayerCache:
@@ -281,13 +277,12 @@ class DecodeAttention:
         cache: LayerCache,
         block: Block,
         q_RHE: torch.Tensor,
-        scale: float,
-        window: int | None,
+        scores: Scores,
         bias_G11T: torch.Tensor | None,
     ) -> torch.Tensor:
         groups, heads, _, keys = cache.k_GKET.shape
         query_heads, width = q_RHE.shape[1:]
-        first = 0 if window is None else max(0, self.step + 1 - window)
+        first = 0 if scores.window is None else max(0, self.step + 1 - scores.window)
         own = slice(first, self.step + 1)
         k_GKNsE, v_GKNsE = cache.k_GKNSE[:, :, :, own], cache.v_GKNSE[:, :, :, own]
         if block.index_R is None:
@@ -303,7 +298,9 @@ class DecodeAttention:
         score_GKNJT = (q_GKMJE @ cache.k_GKET).view(*q_GKNJE.shape[:-1], keys)
         past_GKNJS = q_GKNJE @ k_GKNsE.transpose(-1, -2)
         score = torch.cat([score_GKNJT, past_GKNJS], -1)
-        score = score.to(torch.promote_types(score.dtype, torch.float32)).mul_(scale)
+        score = score.to(torch.promote_types(score.dtype, torch.float32)).mul_(scores.scale(width))
+        if scores.softcap is not None:
+            score = score.div_(scores.softcap).tanh_().mul_(scores.softcap)
         if bias_G11T is not None:
             score[..., :keys] += bias_G11T
         weight = score.softmax(-1).to(q_RHE.dtype)
@@ -331,6 +328,25 @@ class DecodeAttention:
                 bias = zeros_GT.masked_fill_(hidden_GT, -torch.inf)[:, None, None, None]
             self._bias[index, window] = bias
         return self._bias[index, window]
+
+
+def _attention(
+    q_GHSE: torch.Tensor,
+    k_GHTE: torch.Tensor,
+    v_GHTE: torch.Tensor,
+    visible_G1ST: torch.Tensor,
+    scores: Scores,
+) -> torch.Tensor:
+    """Masked attention; torch's own has no cap on the scores."""
+    scale = scores.scale(q_GHSE.shape[-1])
+    if scores.softcap is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q_GHSE, k_GHTE, v_GHTE, attn_mask=visible_G1ST, scale=scale
+        )
+    score = q_GHSE @ k_GHTE.transpose(-1, -2)
+    score = score.to(torch.promote_types(score.dtype, torch.float32)).mul_(scale / scores.softcap)
+    score = score.tanh_().mul_(scores.softcap).masked_fill_(~visible_G1ST, -torch.inf)
+    return score.softmax(-1).to(q_GHSE.dtype) @ v_GHTE
 
 
 def blocks(

@@ -178,7 +178,7 @@ class LocalSampler:
         """Sorted contexts as one tree; nothing of the store is used."""
         token_T, position_T, end_T, index = trie(contexts)
         attend = RecordingTree(
-            self._tensor(end_T), self._tensor(position_T), self.store, self.policy.impl
+            self._tensor(end_T), self._tensor(position_T), self.store, self.policy.backend
         )
         hidden_TD = self._hidden(token_T, position_T, attend)
         last_G = self._tensor(np.array([index_T[-1] for index_T in index]))

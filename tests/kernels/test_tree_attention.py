@@ -171,7 +171,8 @@ def test_no_tile_pays_for_invisible_keys() -> None:
         ({"v_TKE": torch.zeros(3, 2, 4, dtype=DOUBLE)}, r"v_TKE.*float32.*float64"),
         ({"window": 0}, r"window.*>= 1.*0"),
         ({"plan": TreePlan(torch.tensor([1]))}, r"plan.*3 tokens.*1 tokens"),
-        ({"impl": "flex"}, r"impl='flex'.*auto, torch, triton, reference"),
+        ({"impl": "flux"}, r"impl='flux'.*auto, triton, torch, flex, flash, reference"),
+        ({"softcap": 0.0}, r"softcap: expected a finite number > 0"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

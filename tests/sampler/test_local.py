@@ -39,7 +39,7 @@ def policy(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes:
     return Policy(model.to(dtype))
 
 
-GEMMA = {"sliding_window": 6, "attn_logit_softcapping": None, "final_logit_softcapping": 4.0}
+GEMMA = {"sliding_window": 6, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}
 FAMILIES = {
     "qwen3": {},
     "llama": {"tie_word_embeddings": False},
