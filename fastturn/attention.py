@@ -342,11 +342,18 @@ def _tree(
 class TreeAttention:
     """Attention over one packed tree: `visible(q, k) = k <= q < end_T[k]`, and in layers with a
     sliding window `position_T[q] - position_T[k] < window`. A call changes nothing but the plans,
-    one for each window, so gradient checkpointing may call it again."""
+    one for each window (`plans` may have them from an earlier pass), so gradient checkpointing may
+    call it again."""
 
-    def __init__(self, end_T: torch.Tensor, position_T: torch.Tensor, backend: Backend) -> None:
+    def __init__(
+        self,
+        end_T: torch.Tensor,
+        position_T: torch.Tensor,
+        backend: Backend,
+        plans: dict[int | None, TreePlan] | None = None,
+    ) -> None:
         self.end_T, self.position_T, self.backend = end_T, position_T, backend
-        self.plans: dict[int | None, TreePlan] = {}
+        self.plans = {} if plans is None else plans
 
     def __call__(
         self,

@@ -164,7 +164,8 @@ class Learner:
         folder = self.out / "bad" / f"{len(list((self.out / 'bad').glob('[0-9]*'))):04d}"
 
         def write(part: Path) -> None:
-            saved = [{n: getattr(batch, n) for n in PackedBatch.__slots__} for batch in batches]
+            names = [name for name in PackedBatch.__slots__ if name != "plans"]
+            saved = [{name: getattr(batch, name) for name in names} for batch in batches]
             torch.save({"batches": saved, "model": self.policy.state_dict()}, part / "step.pt")
 
         atomic_folder(folder, write)

@@ -16,8 +16,9 @@ was popped, `visible(q, k) = k <= q < end_T[k]`. `position_T` is the depth on th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ class PackedBatch:
 
     The loss is `sum_A weight_A * surrogate_A`; weights are final, so any cut into micro-batches
     gives the same sum. An empty one (all axes 0) is a rank's share of a step it has no work for.
+
+    `plans`: what attention has worked out about `end_T`, by window; filled by the first pass and
+    read by the others (the reference's score, later layers, the backward pass).
     """
 
     token_T: torch.Tensor
@@ -53,6 +57,7 @@ class PackedBatch:
     turn_A: torch.Tensor
     version_U: torch.Tensor
     tokens_flat: int
+    plans: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def tokens_packed(self) -> int:

@@ -200,9 +200,10 @@ class Policy(nn.Module):
         if not len(token_T):
             # One unread token keeps every parameter in the graph: a process without work must
             # still take part in collectives.
-            token_T, position_T, end_T = (x.new_zeros(1) for x in (token_T, position_T, end_T))
-            end_T = end_T + 1
-        hidden_TD = self.hidden(token_T, position_T, TreeAttention(end_T, position_T, self.backend))
+            token_T, position_T = (x.new_zeros(1) for x in (token_T, position_T))
+            end_T = position_T + 1
+        attend = TreeAttention(end_T, position_T, self.backend, batch.plans)
+        hidden_TD = self.hidden(token_T, position_T, attend)
         return hidden_TD.index_select(0, row_T), row_A
 
     @torch.no_grad()

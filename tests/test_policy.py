@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import AutoConfig
 
+from fastturn import attention
 from fastturn.config import ConfigError
+from fastturn.kernels import TreePlan
 from fastturn.pack import PackedBatch, pack, scored_turns
 from fastturn.policy import Objective, Policy
 from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
@@ -202,6 +205,27 @@ def test_packed_equals_unpacked_in_float32(family: str) -> None:
     assert max(error(got, truth(family, torch.float32)).values()) <= 1e-5
 
 
+def test_a_plan_is_made_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring, the loss and its backward pass share it, one for each window."""
+    made: list[int | None] = []
+
+    class Counted(TreePlan):
+        def __init__(self, end_T: Any, window: int | None, position_T: Any) -> None:
+            made.append(window)
+            super().__init__(end_T, window, position_T)
+
+    policy = Policy(tiny("gemma-softcap", torch.float32))
+    one = replace(batch(), plans={})
+    policy.score(one, 1.0)  # the first use of an implementation is checked with a plan of its own
+    monkeypatch.setattr(attention, "TreePlan", Counted)
+    two = replace(batch(), plans={})
+    for _ in range(2):
+        policy.score(two, 1.0)
+        policy(two, OBJECTIVE, torch.zeros_like(two.behavior_A)).loss.backward()
+        policy.score(one, 1.0)
+    assert sorted(made, key=str) == [4, None]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral-window", "gemma-softcap"])
 def test_bfloat16_is_no_worse_than_unpacked(family: str) -> None:
     # Nothing is clipped: a rounding that moves a ratio over the edge would be a jump, not an error.
@@ -255,7 +279,7 @@ def test_empty_batch_has_zero_loss_and_zero_gradients() -> None:
         **{
             field.name: getattr(batch(), field.name)[:0]
             for field in fields(PackedBatch)
-            if field.name != "tokens_flat"
+            if field.name not in ("tokens_flat", "plans")
         },
         tokens_flat=0,
     )
