@@ -268,7 +268,7 @@ def test_a_rank_without_work_gets_empty_micro_batches() -> None:
         value, full = getattr(empty, field.name), getattr(shares[0][0], field.name)
         if field.name == "tokens_flat":
             assert value == 0 < full
-        else:
+        elif field.name != "plans":
             assert value.shape == (0,) and value.dtype == full.dtype, field.name
     assert ranks_of([], 1000, 2) == [[], []]
 
