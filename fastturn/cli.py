@@ -1,4 +1,4 @@
-"""The command line: `fastturn train | eval | report | recipes`.
+"""The command line: `fastturn train | eval | report | serve | recipes`.
 
 torch and transformers are imported only by the commands that compute, so help, errors, recipes and
 the dry run answer at once. Exit status: 0 done, 1 the run failed, 2 bad input, 130 stopped by
@@ -29,6 +29,7 @@ KNOWN_ERRORS = (
     ("fastturn.render", "TemplateError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
     ("fastturn.sampler.server", "EngineError", FAILED),
+    ("fastturn.serve", "ServeError", FAILED),
     ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),
@@ -116,6 +117,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_pairs(evaluation)
     report = _command(commands, "report", _report, "write report.html of a run again")
     report.add_argument("path", type=Path, metavar="DIR", help="the folder of a run")
+    serve = _command(commands, "serve", _serve, "print or run the rollout server of a recipe")
+    serve.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    _add_pairs(serve)
+    serve.add_argument("--run", action="store_true", help="start the server and keep it up")
+    serve.add_argument("--port", type=int, default=8000, metavar="P")
+    serve.add_argument("--host", default="127.0.0.1", help="dev routes are open to who reaches it")
+    serve.add_argument("--python", metavar="BIN", help="interpreter of the environment with vLLM")
     _command(commands, "recipes", _recipes, "list the recipes")
     return parser
 
@@ -286,6 +294,15 @@ def _report(options: argparse.Namespace) -> int:
     from fastturn.report import write_report
 
     print(write_report(path))
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from fastturn.serve import serve
+
+    config = override(_recipe(options.recipe), options.pairs)
+    place = {"port": options.port, "host": options.host, "python": options.python}
+    serve(config, run=options.run, carrier=config.rollout.carrier, **place)
     return 0
 
 

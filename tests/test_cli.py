@@ -362,3 +362,14 @@ def test_the_plan_knows_the_limits_of_the_parts():
     defaults = inspect.signature(LocalSampler).parameters
     assert defaults["resident_tokens"].default == plan.RESIDENT_TOKENS
     assert defaults["store_gib"].default == plan.STORE_GIB
+
+
+def test_serve_passes_the_recipe_on(monkeypatch, capsys):
+    calls: list[Any] = []
+    monkeypatch.setattr("fastturn.serve.serve", lambda config, **rest: calls.append((config, rest)))
+    pairs = ["model.width=128", "rollout.carrier=lora"]
+    assert prints(capsys, "serve", "quickstart", *pairs, "--port", "8001", "--run") == ""
+    [(config, rest)] = calls
+    assert config.model.width == 128
+    place = {"port": 8001, "host": "127.0.0.1", "python": None}
+    assert rest == {"run": True, "carrier": "lora", **place}
