@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from fastturn.credit import ALGORITHMS, Credits
 from fastturn.types import Boundary, Completion, Ending, SiblingGroup, Stop, Trajectory, Turn
 
 Array = NDArray[np.float64]
+NEVER = -1e4  # a logit whose probability is exactly zero in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,21 @@ def trajectory(mdp: TurnMDP, policy_KSU: Array, steps: Sequence[Step]) -> Trajec
         turns.append(Turn(boundary, Completion(action_A, logprob_A, 0, Stop.STOP), reward))
         running += 1 + len(action_A)
     return Trajectory("task", steps[0][0], tuple(turns), Ending.FINISHED)
+
+
+def bigrams(turn: Turn) -> list[tuple[int, int]]:
+    """(token read, token drawn after it) of every token of an action."""
+    tokens = [int(turn.boundary.context_T[-1]), *turn.completion.action_A.tolist()]
+    return list(pairwise(tokens))
+
+
+def head_of(mdp: TurnMDP, logits_KSU: Array) -> Array:
+    """The bigram model as an output layer [V, V]: column c holds the logits after token c."""
+    K, S, U = mdp.shape
+    head_VV = np.full((mdp.vocabulary, mdp.vocabulary), NEVER)
+    head_VV[U, : U + 1] = 0.0  # after an action or filler: filler
+    head_VV[:U, U + 1 :] = logits_KSU.reshape(K * S, U).T
+    return head_VV
 
 
 Weighted = tuple[float, Trajectory]

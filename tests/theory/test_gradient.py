@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,9 +25,11 @@ from .mdp import (
     Outcome,
     TurnMDP,
     bernoulli,
+    bigrams,
     credited,
     draws,
     episodes,
+    head_of,
     members,
     objective,
     policy_gradient,
@@ -42,16 +44,6 @@ RTPO = Config(algorithm="rtpo", group_size=3)
 GRPO = Config(algorithm="grpo", group_size=3)
 FACTOR = {"rtpo": 1 / 2, "grpo": 2 / 3}  # (G-2)/(G-1) and (G-1)/G at G = 3
 EXACT = {"rtol": 0, "atol": 1e-12}
-NEVER = -1e4  # a logit whose probability is exactly zero in float64
-
-
-def head_of(mdp: TurnMDP, logits_KSU: Array) -> Array:
-    """The bigram model as an output layer [V, V]: column c holds the logits after token c."""
-    K, S, U = mdp.shape
-    head_VV = np.full((mdp.vocabulary, mdp.vocabulary), NEVER)
-    head_VV[U, : U + 1] = 0.0  # after an action or filler: filler
-    head_VV[:U, U + 1 :] = logits_KSU.reshape(K * S, U).T
-    return head_VV
 
 
 def ascent(
@@ -65,8 +57,7 @@ def ascent(
         ):
             if w == 0:
                 continue
-            tokens = [int(turn.boundary.context_T[-1]), *turn.completion.action_A.tolist()]
-            for before, after in pairwise(tokens):
+            for before, after in bigrams(turn):
                 source.append(before)
                 action.append(after)
                 advantage.append(float(a))
