@@ -64,7 +64,7 @@ class BlockLists:
     ascend. met int32 [pairs of blocks].
 
     Example: one chain of 256 tokens in blocks of 128 x 128, by query:
-    walk = [[1, 0, 1, 2], [0, 2, 2, 3]], met = [0, 1, 0].
+    walk = [[1, 1, 2, 3], [0, 0, 0, 1]], met = [0, 0, 1].
     """
 
     walk_N4: Tensor

@@ -73,14 +73,15 @@ class Shapes:
 
 # The largest blocks that spill nothing on sm_80 (255 registers, 163 KiB): there the operands that
 # stay fixed in a loop are kept in registers, so blocks of keys in backward, with two accumulators
-# and two fixed operands, are smaller. Forward and backward by queries share their lists up to a
-# width of 64 and at 128. Masks for padding cost registers, hence smaller blocks for 80 and 96.
-# float32 multiplies without matrix instructions: more warps, smaller blocks.
+# and two fixed operands, are smaller (at 256 a cap on the scores must fit as well). Forward and
+# backward by queries share their lists at 64, 128 and 256. Masks for padding cost registers, hence
+# smaller blocks for 80 and 96. float32 multiplies without matrix instructions: more warps, smaller
+# blocks.
 HALF = {
     64: Shapes(Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 3)),
     96: Shapes(Shape(128, 64, 8, 3), Shape(64, 64, 8, 3), Shape(32, 64, 8, 3)),
     128: Shapes(Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(64, 64, 8, 3)),
-    256: Shapes(Shape(64, 32, 8, 2), Shape(64, 32, 8, 2), Shape(64, 32, 8, 2)),
+    256: Shapes(Shape(64, 32, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 2)),
 }
 SINGLE = {
     64: Shapes(Shape(32, 64, 8, 2), Shape(32, 32, 4, 2), Shape(32, 32, 8, 2)),

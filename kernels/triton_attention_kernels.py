@@ -121,15 +121,14 @@ def forward_blocks(
     acc = tl.zeros([BLOCK_Q, PADDED], tl.float32)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
-    scale_log2 = scale * 1.4426950408889634
+    base_2 = 1.4426950408889634 if HAS_CAP else scale * 1.4426950408889634
     for part in tl.static_range(2):  # visible throughout, then with a mask
         for i in range(tl.load(p_row + 1 + part), tl.load(p_row + 2 + part)):
             o_k = tl.load(p_met + i) * BLOCK_K + tl.arange(0, BLOCK_K)
             k = _rows(p_k, o_k, stride_kt, tokens, E, PADDED, part == 1, INTERPRET)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             if HAS_CAP:
-                z, _ = final_logit(s * scale, 0.0, 1.0, softcap, True)
-                s = z / scale
+                s, _ = final_logit(s * scale, 0.0, 1.0, softcap, True)
             if part == 1:
                 place_q = o_q
                 if HAS_WINDOW:
@@ -145,11 +144,11 @@ def forward_blocks(
                     HAS_WINDOW,
                 )
                 s = tl.where(seen, s, float("-inf"))
-            now = tl.maximum(top, tl.max(s, 1) * scale_log2)
+            now = tl.maximum(top, tl.max(s, 1) * base_2)
             safe = now
             if part == 1:  # a row that has seen nothing yet
                 safe = tl.where(now == float("-inf"), 0.0, now)
-            p = tl.exp2(s * scale_log2 - safe[:, None])
+            p = tl.exp2(s * base_2 - safe[:, None])
             decay = tl.exp2(top - safe)
             total = total * decay + tl.sum(p, 1)
             acc = acc * decay[:, None]
@@ -237,7 +236,7 @@ def query_gradients(
     p_k += (i_h // groups) * stride_kh
     p_v += (i_h // groups) * stride_vh
     acc = tl.zeros([BLOCK_Q, PADDED], tl.float32)
-    scale_log2 = scale * 1.4426950408889634
+    base_2 = 1.4426950408889634 if HAS_CAP else scale * 1.4426950408889634
     for part in tl.static_range(2):  # visible throughout, then with a mask
         for i in range(tl.load(p_row + 1 + part), tl.load(p_row + 2 + part)):
             o_k = tl.load(p_met + i) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -245,9 +244,8 @@ def query_gradients(
             v = _rows(p_v, o_k, stride_vt, tokens, E, PADDED, part == 1, INTERPRET)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             if HAS_CAP:
-                z, slope = final_logit(s * scale, 0.0, 1.0, softcap, True)
-                s = z / scale
-            s = s * scale_log2 - lse[:, None]
+                s, slope = final_logit(s * scale, 0.0, 1.0, softcap, True)
+            s = s * base_2 - lse[:, None]
             if part == 1:
                 place_q = o_q
                 if HAS_WINDOW:
@@ -321,7 +319,7 @@ def key_gradients(
     end, place_k = _keys_of(p_end, p_position, o_k, tokens, HAS_WINDOW)
     dk = tl.zeros([BLOCK_K, PADDED], tl.float32)
     dv = tl.zeros([BLOCK_K, PADDED], tl.float32)
-    scale_log2 = scale * 1.4426950408889634
+    base_2 = 1.4426950408889634 if HAS_CAP else scale * 1.4426950408889634
     for i_g in range(0, groups):
         i_q = i_h * groups + i_g
         p_qh = p_q + i_q * stride_qh
@@ -337,9 +335,8 @@ def key_gradients(
                 delta = _numbers(p_deltah, o_q, tokens, part == 1)
                 s = tl.dot(k, tl.trans(q), input_precision="ieee")
                 if HAS_CAP:
-                    z, slope = final_logit(s * scale, 0.0, 1.0, softcap, True)
-                    s = z / scale
-                s = s * scale_log2 - lse[None, :]
+                    s, slope = final_logit(s * scale, 0.0, 1.0, softcap, True)
+                s = s * base_2 - lse[None, :]
                 if part == 1:
                     place_q = o_q
                     if HAS_WINDOW:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -159,16 +161,88 @@ def test_no_tile_pays_for_invisible_keys() -> None:
     assert visible <= computed <= 1.15 * visible
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12))
+def test_only_intervals_that_cross_are_refused(length: list[int]) -> None:
+    tokens = len(length)
+    end = [min(t + n, tokens) for t, n in enumerate(length)]
+    crossing = [(i, j) for j in range(tokens) for i in range(j + 1, end[j]) if end[i] > end[j]]
+    if not crossing:
+        MODULE.check_nested(np.array(end))
+        return
+    with pytest.raises(ValueError, match="nested") as caught:
+        MODULE.check_nested(np.array(end))
+    found = re.search(r"at most \d+ at (\d+),.*of token (\d+),", str(caught.value))
+    assert found is not None and (int(found[1]), int(found[2])) in crossing
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nested_ends(),
+    st.sampled_from([None, 1, 7]),
+    st.sampled_from([(8, 8), (16, 4), (4, 16)]),
+)
+def test_block_lists_hold_every_visible_pair(
+    end: list[int], window: int | None, size: tuple[int, int]
+) -> None:
+    """Blocks in the first part of a list are whole and visible throughout; without a window no
+    block is listed for nothing; both directions list the same blocks."""
+    queries, keys = size
+    index = np.arange(len(end))
+    position = np.array([sum(stop > t for stop in end[:t]) for t in index])
+    seen = (index <= index[:, None]) & (index[:, None] < np.array(end))
+    if window is not None:
+        seen &= position[:, None] - position < window
+    plan = TreePlan(torch.tensor(end), window, torch.from_numpy(position))
+    want = {(t // queries, j // keys) for t, j in np.argwhere(seen)}
+    by_query, by_key = plan.by_query(queries, keys), plan.by_key(queries, keys)
+    pairs = {
+        (block, other, place < middle)
+        for block, first, middle, last in by_query.walk_N4.tolist()
+        for place, other in enumerate(by_query.met[first:last].tolist(), first)
+    }
+    turned = {
+        (other, block, place < middle)
+        for block, first, middle, last in by_key.walk_N4.tolist()
+        for place, other in enumerate(by_key.met[first:last].tolist(), first)
+    }
+    assert pairs == turned
+    found = {(q, k) for q, k, _ in pairs}
+    assert found == want if window is None else found >= want
+    for q, k, unmasked in pairs:
+        block = seen[q * queries : (q + 1) * queries, k * keys : (k + 1) * keys]
+        whole = block.shape == (queries, keys) and bool(block.all())
+        assert whole if unmasked else window is not None or not whole
+
+
+def test_block_lists_start_with_the_longest_and_are_made_once() -> None:
+    plan = TreePlan(torch.full((256,), 256))
+    lists = plan.by_query(128, 128)
+    assert lists.walk_N4.tolist() == [[1, 1, 2, 3], [0, 0, 0, 1]]
+    assert lists.met.tolist() == [0, 0, 1]
+    assert plan.by_query(128, 128) is lists
+    assert [x.tolist() for x in TreePlan(torch.tensor([4, 2, 4, 4])).ends(2)] == [[2, 4], [4, 4]]
+
+
+def test_a_million_tokens_in_small_trees_are_planned_in_proportion() -> None:
+    """1024 trees of 1024 tokens: each lists the 36 pairs of its own 8 blocks and no others."""
+    end_T = (torch.arange(1 << 20) // 1024 + 1) * 1024
+    plan = TreePlan(end_T)
+    assert len(plan.by_query(128, 128).met) == len(plan.by_key(128, 128).met) == 1024 * 36
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"end_T": torch.tensor([1, 1, 3])}, r"end_T.*t < end\[t\] <= 3.*got 1 at 1"),
         ({"end_T": torch.tensor([4, 3, 3])}, r"end_T.*got 4 at 0"),
+        ({"end_T": torch.tensor([2, 3, 3])}, r"nested.*at most 2 at 1.*\[0, 2\).*got 3"),
         ({"end_T": torch.tensor([3, 3])}, r"end_T.*\[3\].*\[2\]"),
         ({"end_T": torch.ones(3)}, r"end_T.*int64.*float32"),
         ({"q_THE": torch.zeros(3, 3, 4)}, r"q_THE.*multiple of the 2 key heads.*3"),
         ({"k_TKE": torch.zeros(4, 2, 4)}, r"k_TKE.*\[3, any, 4\].*\[4, 2, 4\]"),
         ({"v_TKE": torch.zeros(3, 2, 4, dtype=DOUBLE)}, r"v_TKE.*float32.*float64"),
+        ({"scale": 0.0}, r"scale.*> 0.*0"),
         ({"window": 0}, r"window.*>= 1.*0"),
         ({"plan": TreePlan(torch.tensor([1]))}, r"plan.*3 tokens.*1 tokens"),
         ({"impl": "flux"}, r"impl='flux'.*auto, triton, torch, flex, flash, reference"),
