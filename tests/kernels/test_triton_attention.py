@@ -192,10 +192,14 @@ def test_padding_sees_itself_only() -> None:
     assert torch.equal(out_THE[20:], qkv[2][20:].detach().expand(-1, 2, -1))
 
 
-def test_scale(oracle: Any) -> None:
-    end_T, _ = packed(20, 9, -9, 12)
+@pytest.mark.parametrize("dtype", [SINGLE, HALF])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_scale_and_cap(oracle: Any, softcap: float | None, dtype: torch.dtype) -> None:
+    end_T, position_T = packed(20, 9, -9, 12)
+    qkv = inputs(len(end_T), (2, 1), 16, dtype)
     with blocks(16, 16):
-        check(oracle, inputs(len(end_T), (2, 1), 16, SINGLE), end_T, scale=0.1)
+        options = {"scale": 0.6, "softcap": softcap, "window": 14, "position_T": position_T}
+        check(oracle, qkv, end_T, **options)
 
 
 def test_large_scores() -> None:
