@@ -1,10 +1,11 @@
 """Fused ops of the trainer: output layer with loss, log-probabilities, and tree attention.
 
 They import torch and nothing of the rest of the package. `impl` picks an implementation by name:
-"torch" (chunked, exact), "triton" (CUDA), "reference" (`reference.py`, the plain
-specification) or "auto".
+"torch" (chunked, exact), "triton" (CUDA), "reference" (`reference.py`, the plain specification) or
+"auto".
 """
 
+from .head_gradient import HeadGradient
 from .linear_logprob import linear_logprob
 from .tree_attention import attention_implementations, tree_attention
 from .tree_plan import TreePlan
@@ -14,6 +15,7 @@ from .vocabulary_parallel import vocabulary_parallel_logprob, vocabulary_paralle
 from .vocabulary_slice import VocabularySlice
 
 __all__ = [
+    "HeadGradient",
     "SurrogateOutput",
     "TreePlan",
     "TurnRatioOutput",

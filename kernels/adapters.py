@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import functools
 import types
-from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .dispatch import check_float, check_number, check_tensor, without_autocast
 from .linear_logprob import linear_logprob
 from .vocabulary_parallel import vocabulary_parallel_logprob
-from .vocabulary_slice import VocabularySlice
+from .vocabulary_slice import VocabularySlice, gather_numbers
 
 IGNORED = -100  # label of a token that is not scored
 
@@ -49,11 +50,17 @@ def fuse_trl(trainer: Any) -> None:
     `linear_logprob`, for its model and its reference model.
 
     Rows whose upstream gradient is 0 (clipped, masked, a group without advantage) cost no backward
-    products. Raises `ValueError` for a trainer with a router loss, and for an output layer that is
-    no plain linear layer (an adapter on it would be skipped silently).
+    products. Raises `ValueError` for what is no such trainer, for a router loss, and for an
+    output layer that is no plain linear layer (an adapter on it would be skipped silently).
 
     Example: `fuse_trl(trainer); trainer.train()`.
     """
+    for name in ("model", "args", "accelerator", "temperature"):
+        if not hasattr(trainer, name):
+            raise ValueError(
+                f"trainer: expected a GRPOTrainer of TRL, got {type(trainer).__name__} without "
+                f"`{name}`"
+            )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             "trainer: expected no router loss, got aux_loss_enabled=True; "
@@ -144,8 +151,7 @@ def _score(
         dtype = torch.get_autocast_dtype(kind)
     bias_V = layer.bias
     scored_BT = label_BT != IGNORED
-    off = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-    with off:
+    with without_autocast(hidden_BTD.device):
         logprob_A, entropy_A = linear_logprob(
             hidden_BTD[scored_BT].to(dtype),
             layer.weight.to(dtype),
@@ -174,28 +180,85 @@ def linear_cross_entropy(
     hidden     [N, D], or any leading shape, flattened; weight [V, D] of the same dtype
     labels     integers in [0, V), N of them
     reduction  "none": log-probabilities [N]; "sum" or "mean": one number. Entropies are [N] always.
-    dist_process_group  the head is split evenly over its ranks and `weight` is this rank's part;
-               for uneven parts use `vocabulary_parallel_logprob`
+    dist_process_group  the head is split over its ranks in rank order and `weight` is this rank's
+               part; parts may differ (their sizes are gathered at each call). All ranks have the
+               same hidden and labels.
 
     Both are float32 (float64 for float64 inputs). Log-probabilities are negative, as verl's are.
-    Raises `ValueError` as `linear_logprob`, and for an unknown reduction.
+    Raises `ValueError` naming hidden, weight, labels, temperature or reduction; with a process
+    group on every rank, also where the argument of another rank is wrong.
 
     Example: logits [0, 0] and label 1 give ([-0.693], [0.693]).
     """
     reduction = (reduction or "none").lower()
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction={reduction!r}: expected one of none, sum, mean")
+    heat = 1.0 if temperature is None else temperature
+    part = _part(hidden, weight, labels, heat, dist_process_group)
     hidden_AD, action_A = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-    heat = 1.0 if temperature is None else float(temperature)
-    if dist_process_group is None:
+    if part is None:
         logprob_A, entropy_A = linear_logprob(hidden_AD, weight, action_A, temperature=heat)
     else:
-        ranks = dist.get_world_size(dist_process_group)
-        stops = tuple(weight.shape[0] * (rank + 1) for rank in range(ranks))
-        part = VocabularySlice(stops, dist.get_rank(dist_process_group), dist_process_group)
         logprob_A, entropy_A = vocabulary_parallel_logprob(
             hidden_AD, weight, action_A, part=part, temperature=heat
         )
     if reduction == "none":
         return logprob_A, entropy_A
     return (logprob_A.sum() if reduction == "sum" else logprob_A.mean()), entropy_A
+
+
+def _part(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+) -> VocabularySlice | None:
+    """This rank's slice of the head, or None without a group. `ValueError` for wrong arguments of
+    any rank on every rank: one that went on alone would wait for the others for ever."""
+    problem, mine = None, [-1, -1]
+    try:
+        _check_verl(hidden, weight, labels, temperature)
+        mine = [weight.shape[0], int(labels.max()) if labels.numel() else -1]
+    except ValueError as error:
+        problem = error
+    if group is not None:
+        device = weight.device if isinstance(weight, Tensor) else "cpu"
+        numbers = gather_numbers(mine, group, device)
+        refused = [rank for rank, (rows, _) in enumerate(numbers) if rows < 0]
+        if refused and problem is None:
+            problem = ValueError(
+                f"hidden, weight, labels: expected correct arguments on all ranks, rank "
+                f"{refused[0]} refused its own"
+            )
+    else:
+        numbers = [mine]
+    if problem is not None:
+        raise problem
+    stops = tuple(accumulate(rows for rows, _ in numbers))
+    largest = max(label for _, label in numbers)
+    if largest >= stops[-1]:
+        raise ValueError(f"labels: expected entries in [0, {stops[-1]}), got {largest}")
+    return None if group is None else VocabularySlice(stops, dist.get_rank(group), group)
+
+
+def _check_verl(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> None:
+    for name, value in {"hidden": hidden, "weight": weight, "labels": labels}.items():
+        check_tensor(name, value)
+    if not hidden.ndim:
+        raise ValueError("hidden: expected shape [..., D], got []")
+    check_float("hidden", hidden, (None,) * hidden.ndim, hidden)
+    check_float("weight", weight, (None, hidden.shape[-1]), hidden)
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"weight: expected {hidden.dtype} like hidden, got {weight.dtype}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels: expected integers, got {labels.dtype}")
+    count = hidden.shape[:-1].numel()
+    if labels.numel() != count or labels.device != hidden.device:
+        raise ValueError(
+            f"labels: expected {count} on {hidden.device} like hidden, got {labels.numel()} on "
+            f"{labels.device}"
+        )
+    if count and int(labels.min()) < 0:
+        raise ValueError(f"labels: expected entries >= 0, got {int(labels.min())}")
+    check_number("temperature", temperature, 0.0, open_low=True)

@@ -1,15 +1,17 @@
 """Which implementation of an op runs, and the checks that every implementation may rely on.
 
 Checks run before any computation and raise `ValueError` with the argument, the expectation and the
-value. They cost a few microseconds each; the two that read data (label range, finite numbers) cost
-one reduction over [A].
+value. They cost a few microseconds each; those that read data (label range, finite numbers, bias)
+cost one reduction over [A] or [V].
 """
 
 from __future__ import annotations
 
 import importlib.util
+import numbers
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -57,8 +59,32 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype | None = None) -> s
     return None
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """The ops choose the dtypes of their products themselves, in backward too."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def refuse_second_derivative(op: str) -> None:
+    """For backward: `RuntimeError` under create_graph=True, where a gradient without a graph would
+    silently count as a constant."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: expected a backward pass without create_graph=True, its gradient has no "
+            f"derivative; impl='reference' has one"
+        )
+
+
+def check_tensor(name: str, value: object) -> None:
+    """`value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
 def check_float(name: str, value: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
     """`value` is a plain floating tensor of `shape` (None: any size) on the device of `like`."""
+    check_tensor(name, value)
     if hasattr(value, "placements"):
         raise ValueError(
             f"{name}: expected a plain tensor, got a sharded {type(value).__name__}; "
@@ -71,6 +97,7 @@ def check_float(name: str, value: Tensor, shape: tuple[int | None, ...], like: T
 
 def check_index(name: str, value: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
     """`value` is an int64 tensor of `shape` on the device of `like`."""
+    check_tensor(name, value)
     if value.dtype != torch.int64:
         raise ValueError(f"{name}: expected int64, got {value.dtype}")
     _check_place(name, value, shape, like)
@@ -83,6 +110,8 @@ def _check_place(name: str, value: Tensor, shape: tuple[int | None, ...], like: 
         raise ValueError(f"{name}: expected shape [{want}], got {list(got)}")
     if value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+    if value.device.type == "meta":
+        raise ValueError(f"{name}: expected a tensor with data, got one on the device meta")
 
 
 def check_range(name: str, value: Tensor, stop: int) -> None:
@@ -112,9 +141,37 @@ def check_finite(name: str, value: Tensor) -> None:
 
 def check_number(name: str, value: float, low: float, *, open_low: bool = False) -> None:
     """`low <= value < inf`, or `low < value` with `open_low`."""
+    sign = ">" if open_low else ">="
+    if not isinstance(value, numbers.Real):
+        raise ValueError(
+            f"{name}: expected a Python number {sign} {low}, got {value!r} of type "
+            f"{type(value).__name__}; convert it with float()"
+        )
     if not (low < value if open_low else low <= value) or value == float("inf"):
-        sign = ">" if open_low else ">="
         raise ValueError(f"{name}: expected a finite number {sign} {low}, got {value}")
+
+
+def check_bias(bias_V: Tensor) -> None:
+    """No NaN and no +inf; -inf forbids an id."""
+    allowed_V = bias_V.detach() < torch.inf
+    if not bool(allowed_V.all()):
+        place = int((~allowed_V).nonzero()[0])
+        raise ValueError(
+            f"bias_V: expected finite numbers or -inf, got {float(bias_V[place])} at {place}"
+        )
+
+
+def check_allowed(action_A: Tensor, bias_V: Tensor | None) -> None:
+    """No action is an id that the bias forbids: its log-probability is -inf, and no loss of it is
+    finite."""
+    if bias_V is not None and len(action_A):
+        shut_A = bias_V.detach()[action_A] == -torch.inf
+        if bool(shut_A.any()):
+            bad = int(action_A[shut_A][0])
+            raise ValueError(
+                f"action_A (scored actions): expected ids that bias_V allows, got {bad}, whose "
+                f"bias is -inf; give such actions weight 0"
+            )
 
 
 def check_head(
@@ -127,6 +184,7 @@ def check_head(
     softcap: float | None,
 ) -> None:
     """The arguments that `turn_surrogate` and `linear_logprob` share."""
+    check_tensor("hidden_RD", hidden_RD)
     check_float("hidden_RD", hidden_RD, (None, None), hidden_RD)
     check_float("head_VD", head_VD, (None, hidden_RD.shape[1]), hidden_RD)
     if head_VD.dtype != hidden_RD.dtype:
@@ -146,5 +204,6 @@ def check_head(
     check_number("temperature", temperature, 0.0, open_low=True)
     if bias_V is not None:
         check_float("bias_V", bias_V, (head_VD.shape[0],), hidden_RD)
+        check_bias(bias_V)
     if softcap is not None:
         check_number("softcap", softcap, 0.0, open_low=True)

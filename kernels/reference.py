@@ -30,7 +30,8 @@ def linear_logprob(
     z_AV = torch.nn.functional.linear(hidden_AD, head_VD)
     z_AV = z_AV.to(torch.promote_types(z_AV.dtype, torch.float32))
     z_AV = z_AV if bias_V is None else z_AV + bias_V
-    z_AV = z_AV if softcap is None else softcap * torch.tanh(z_AV / softcap)
+    if softcap is not None:  # forbidden ids stay forbidden
+        z_AV = torch.where(z_AV == -torch.inf, z_AV, softcap * torch.tanh(z_AV / softcap))
     all_AV = torch.log_softmax(z_AV / temperature, dim=-1)
     finite_AV = all_AV.masked_fill(all_AV == -torch.inf, 0)
     entropy_A = -(all_AV.exp() * finite_AV).sum(-1)

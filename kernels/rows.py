@@ -7,7 +7,11 @@ shifted logits, exponentials, dZ. Elementwise work goes by tiles of a few rows t
 Chunk and tile heights follow from (V, dtype, device) and never from the number of actions. A chunk
 is padded with zero rows to a multiple of GRANULE, because a matrix product of 1 or 7 rows takes
 another code path than one of 8, 16, ... and rounds otherwise; so a row alone equals the same row
-in a batch bit for bit.
+in a batch bit for bit where D is a multiple of 8 (rows of an odd width start at addresses that the
+library's float64 product treats differently).
+
+Exponentials of a row are summed in float64, where 1 + rest keeps the digits of the rest, Σ exp(z -
+max) without one maximum: log Σ = log1p(rest) is exact where a row is peaked.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor
 GRANULE = 8
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 CHUNK_ROWS = {"cpu": 1024, "cuda": 8192}
+ROUNDED_BYTES = 64 << 20
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 30}
 
 
@@ -118,6 +123,11 @@ class Live:
             )
 
 
+def own_rows(row_A: Tensor | None, action_A: Tensor) -> Tensor:
+    """`row_A`, or the a-th row for action a."""
+    return torch.arange(len(action_A), device=action_A.device) if row_A is None else row_A
+
+
 class Head:
     """The output layer over chunks of hidden rows, and the buffers that the chunks share.
 
@@ -141,12 +151,18 @@ class Head:
         self.temperature, self.softcap = temperature, softcap
         vocab, device = head_VD.shape[0], head_VD.device
         itemsize = self.wide.itemsize
+        # Forbidden ids stay forbidden behind a softcap, which is finite.
+        self.forbidden_V = None
+        if self.bias_V is not None and softcap is not None:
+            shut_V = self.bias_V == -torch.inf
+            if bool(shut_V.any()):
+                self.forbidden_V = torch.where(shut_V, -torch.inf, 0.0).to(self.wide)
         self.chunk = chunk_rows(vocab, itemsize, device.type)
         self.tile = min(tile_rows(vocab, itemsize, device.type), self.chunk)
         height = min(self.chunk, padded(rows))
-        self._z = torch.empty(height, vocab, dtype=self.wide, device=device)
-        self._scratch = torch.empty_like(self._z[: self.tile])
-        self._slope = torch.empty_like(self._z) if softcap is not None else None
+        self.buffer_CV = torch.empty(height, vocab, dtype=self.wide, device=device)
+        self.scratch_TV = torch.empty_like(self.buffer_CV[: self.tile])
+        self._slope = torch.empty_like(self.buffer_CV) if softcap is not None else None
 
     def hidden(self, hidden_RD: Tensor, row_C: Tensor) -> Tensor:
         """Rows `row_C` in operand dtype, zero rows below: [padded(C), D]."""
@@ -157,27 +173,31 @@ class Head:
         x_CD[count:] = 0
         return x_CD
 
-    def exponentials(self, x_CD: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """exp_CV = exp(z - max) in the shared buffer, sum_C, the entropy_C of each row, and
-        shifted_A = z[label] - max of each action."""
-        z_CV = self._z[: len(x_CD)]
-        self._matmul(x_CD, self.head_VD.T, z_CV)
-        sum_C, dot_C = (torch.empty(len(x_CD), dtype=self.wide, device=z_CV.device) for _ in "sd")
+    def exponentials(self, x_CD: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """exp_CV = exp(z - max) in the shared buffer, its sum_C, log_C = log sum_C with all digits
+        of a peaked row, the entropy_C of each row; shifted_A = z[label] - max of each action."""
+        z_CV = self.buffer_CV[: len(x_CD)]
+        self.matmul(x_CD, self.head_VD.T, z_CV)
+        sum_C, log_C, dot_C = (
+            torch.empty(len(x_CD), dtype=self.wide, device=z_CV.device) for _ in range(3)
+        )
         shifted_A = torch.empty(len(chunk.label_A), dtype=self.wide, device=z_CV.device)
         lowest = torch.finfo(self.wide).min
         for r0, r1, a0, a1 in chunk.tiles:
-            z_V, product_V = z_CV[r0:r1], self._scratch[: r1 - r0]
-            self._finish(z_V, r0, r1)
+            z_V, product_V = z_CV[r0:r1], self.scratch_TV[: r1 - r0]
+            self.finish(z_V, r0, r1)
             z_V.sub_(z_V.amax(1, keepdim=True))
             shifted_A[a0:a1] = z_V[chunk.slot_A[a0:a1] - r0, chunk.label_A[a0:a1]]
             torch.clamp(z_V, min=lowest, out=product_V)  # 0 · (-inf) below
             z_V.exp_()
-            torch.sum(z_V, 1, out=sum_C[r0:r1])
+            exact_C = z_V.sum(1, dtype=torch.float64)
+            sum_C[r0:r1] = exact_C
+            log_C[r0:r1] = torch.log1p(exact_C - 1)
             product_V.mul_(z_V)
             torch.sum(product_V, 1, out=dot_C[r0:r1])
-        return z_CV, sum_C, sum_C.log() - dot_C / sum_C, shifted_A
+        return z_CV, sum_C, log_C, log_C - dot_C / sum_C, shifted_A
 
-    def _finish(self, z_V: Tensor, r0: int, r1: int) -> None:
+    def finish(self, z_V: Tensor, r0: int, r1: int) -> None:
         """Raw products -> logits: bias, softcap (its slope is kept), temperature."""
         if self.bias_V is not None:
             z_V.add_(self.bias_V)
@@ -185,6 +205,8 @@ class Head:
             z_V.div_(self.softcap).tanh_()
             torch.addcmul(z_V.new_ones(()), z_V, z_V, value=-1, out=self._slope[r0:r1])
             z_V.mul_(self.softcap)
+            if self.forbidden_V is not None:
+                z_V.add_(self.forbidden_V)
         if self.temperature != 1.0:
             z_V.div_(self.temperature)
 
@@ -204,18 +226,19 @@ class Head:
         return exp_CV[: padded(count)]
 
     def _select(self, exp_CV: Tensor, row_N: Tensor) -> Tensor:
-        return torch.index_select(exp_CV, 0, row_N, out=self._scratch[: len(row_N)])
+        return torch.index_select(exp_CV, 0, row_N, out=self.scratch_TV[: len(row_N)])
 
     def keep_entropy(
-        self, exp_CV: Tensor, sum_C: Tensor, entropy_C: Tensor, total_C: Tensor, gain_C: Tensor
+        self, exp_CV: Tensor, sum_C: Tensor, shift_C: Tensor, total_C: Tensor, gain_C: Tensor
     ) -> Tensor:
-        """p · (-total - gain · (log p + entropy)) / temperature (· slope), in place."""
+        """p · (-total - gain · (log p + entropy)) / temperature (· slope), in place; `shift_C` is
+        entropy - log sum."""
         lowest = torch.finfo(self.wide).tiny  # p = 0: 0 · log(tiny), not 0 · (-inf)
-        shift_C, over_C = entropy_C - sum_C.log(), 1 / (sum_C * self.temperature)
+        over_C = 1 / (sum_C * self.temperature)
         for start in range(0, len(exp_CV), self.tile):
             at = slice(start, min(start + self.tile, len(exp_CV)))
             exp_V = exp_CV[at]
-            factor_V = torch.clamp(exp_V, min=lowest, out=self._scratch[: len(exp_V)]).log_()
+            factor_V = torch.clamp(exp_V, min=lowest, out=self.scratch_TV[: len(exp_V)]).log_()
             factor_V.add_(shift_C[at].unsqueeze(1)).mul_(-gain_C[at].unsqueeze(1))
             factor_V.sub_(total_C[at].unsqueeze(1)).mul_(over_C[at].unsqueeze(1))
             exp_V.mul_(factor_V)
@@ -231,7 +254,7 @@ class Head:
 
     def grad_hidden(self, dz_CV: Tensor) -> Tensor:
         out_CD = dz_CV.new_empty(len(dz_CV), self.head_VD.shape[1])
-        return self._matmul(self._operand(dz_CV), self.head_VD, out_CD)
+        return self.matmul(self._operand(dz_CV), self.head_VD, out_CD)
 
     def add_grad_head(self, dz_CV: Tensor, x_CD: Tensor, sum_VD: Tensor) -> None:
         """sum_VD += dzᵀ · x, accumulated in the wide dtype."""
@@ -243,7 +266,7 @@ class Head:
     def _operand(self, dz_CV: Tensor) -> Tensor:
         return dz_CV.to(self.head_VD.dtype)
 
-    def _matmul(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         if self.narrow:
             return out.copy_(torch.mm(a, b, out_dtype=self.wide))
         return torch.mm(a, b, out=out)
@@ -252,8 +275,8 @@ class Head:
 class Gradients:
     """Sums of dhidden, dhead and dbias over chunks; None where nobody wants one.
 
-    Each row of dhidden is written once; dhead and dbias accumulate in the wide dtype and are
-    rounded once by `result`.
+    All are in the wide dtype, to be scaled and rounded once by `rounded`. With `shared_VD` the
+    head's gradient is added to that tensor, which is not ours to return.
     """
 
     def __init__(
@@ -262,11 +285,15 @@ class Gradients:
         head_VD: Tensor,
         bias_V: Tensor | None,
         wants: Sequence[bool],
+        shared_VD: Tensor | None = None,
     ) -> None:
         wide = wide_dtype(head_VD.dtype)
         self.dtypes = hidden_RD.dtype, head_VD.dtype, None if bias_V is None else bias_V.dtype
-        self.dhidden_RD = torch.zeros_like(hidden_RD) if wants[0] else None
-        self.dhead_VD = torch.zeros_like(head_VD, dtype=wide) if wants[1] else None
+        self.shared = shared_VD is not None
+        self.dhidden_RD = torch.zeros_like(hidden_RD, dtype=wide) if wants[0] else None
+        self.dhead_VD = shared_VD if wants[1] else None
+        if wants[1] and shared_VD is None:
+            self.dhead_VD = torch.zeros_like(head_VD, dtype=wide)
         self.dbias_V = None
         if bias_V is not None and wants[2]:
             self.dbias_V = torch.zeros_like(bias_V, dtype=wide)
@@ -274,17 +301,36 @@ class Gradients:
     def add(self, head: Head, row_N: Tensor, dz_NV: Tensor, x_ND: Tensor) -> None:
         """dz_NV and x_ND belong to hidden rows `row_N`, padded with zero rows."""
         if self.dhidden_RD is not None:
-            self.dhidden_RD[row_N] = head.grad_hidden(dz_NV)[: len(row_N)].to(self.dtypes[0])
+            self.dhidden_RD[row_N] = head.grad_hidden(dz_NV)[: len(row_N)]
         if self.dhead_VD is not None:
             head.add_grad_head(dz_NV, x_ND, self.dhead_VD)
         if self.dbias_V is not None:
             self.dbias_V += dz_NV.sum(0)
 
+    def sums(self) -> tuple[Tensor | None, ...]:
+        """(dhidden, dhead, dbias) in the wide dtype."""
+        return self.dhidden_RD, None if self.shared else self.dhead_VD, self.dbias_V
+
     def result(self) -> tuple[Tensor | None, ...]:
-        sums = (self.dhidden_RD, self.dhead_VD, self.dbias_V)
-        return tuple(
-            g if g is None else g.to(dtype) for g, dtype in zip(sums, self.dtypes, strict=True)
-        )
+        """The sums in the dtypes of the arguments."""
+        return tuple(map(rounded, self.sums(), self.dtypes))
+
+
+def rounded(
+    sum_N: Tensor | None, dtype: torch.dtype | None, scale: Tensor | None = None
+) -> Tensor | None:
+    """sum · scale in the dtype of the sum, rounded to `dtype` once; parts of 64 MiB, so that CPU
+    needs no second copy in the wide dtype."""
+    if sum_N is None or dtype is None:
+        return None
+    if scale is None or sum_N.dtype == dtype:
+        return (sum_N if scale is None else sum_N * scale).to(dtype)
+    out_N = torch.empty_like(sum_N, dtype=dtype)
+    step = max(ROUNDED_BYTES * len(sum_N) // max(sum_N.nbytes, 1), 1)
+    for start in range(0, len(sum_N), step):
+        part = slice(start, start + step)
+        torch.mul(sum_N[part], scale, out=out_N[part])
+    return out_N
 
 
 def label_gradient(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -156,7 +155,9 @@ def _objective(
         grow = tl.where(bounded > 0, grow * tl.exp(bounded), -grow)
         each += kl_coef * (grow - bounded)
         slope -= kl_coef * tl.where(tl.abs(d) <= CLAMP, grow, 0.0)
-    return each, slope
+    # Minima and maxima of the device drop NaN; a row that is not finite must show.
+    bad = logprob != logprob
+    return tl.where(bad, float("nan"), each), tl.where(bad, float("nan"), slope)
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -386,37 +387,53 @@ def launch(vocab: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 
 
+ALL = ("HAS_BIAS", "HAS_CAP", "HAS_REFERENCE", "HAS_ENTROPY")
+# Flags that are on; HAS_BEHAVIOR and GRADIENT are, unless they are named with a minus.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "full": ALL,
+    "score": ("-GRADIENT",),
+    "bias": ("HAS_BIAS",),
+    "cap": ("HAS_CAP",),
+    "reference": ("HAS_REFERENCE",),
+    "entropy": ("HAS_ENTROPY",),
+    "on policy": ("-HAS_BEHAVIOR",),
+}
+
+
 def configurations() -> list[Configuration]:
-    """The launches at the vocabularies of SmolLM2 and Qwen3: every dtype of dZ, plain and with all
-    options."""
-    found = []
-    for vocab in (49152, 151936):
-        tile = launch(vocab)
-        for dtype in (torch.bfloat16, torch.float32):
-            narrow = "bf16" if dtype == torch.bfloat16 else "fp32"
-            for options in ("plain", "full", "score"):
-                full = options == "full"
-                for kernel in (surrogate_rows, upstream_rows):
-                    flags = {
-                        "HAS_BIAS": full,
-                        "HAS_CAP": full,
-                        "HAS_BEHAVIOR": True,
-                        "HAS_REFERENCE": full,
-                        "HAS_ENTROPY": full,
-                        "GRADIENT": options != "score",
-                        "BLOCK": tile["BLOCK"],
-                    }
-                    found.append(
-                        configuration(
-                            f"{kernel.__name__}/V{vocab}/{narrow}/{options}",
-                            kernel,
-                            _types(kernel, narrow),
-                            {k: v for k, v in flags.items() if k in kernel.arg_names},
-                            ("vocab", "stride_z", "stride_dz"),
-                            (tile["num_warps"], 1),
-                        )
-                    )
+    """The launches at the vocabularies of SmolLM2 and Qwen3 in every dtype of dZ, plain and with
+    all options; single options at one; GPT-2's ragged vocabulary."""
+    usual = ("plain", "full", "score")
+    launches = [(v, n, o) for v in (49152, 151936) for n in ("bf16", "fp32") for o in usual]
+    launches += [(151936, "fp16", o) for o in ("plain", "full")]
+    launches += [(50257, "bf16", o) for o in ("plain", "full")]
+    found = [
+        _configuration(kernel, *launch)
+        for launch in launches
+        for kernel in (surrogate_rows, upstream_rows)
+    ]
+    for option in [name for name in OPTIONS if name not in usual]:
+        kernel = upstream_rows if option == "entropy" else surrogate_rows
+        found.append(_configuration(kernel, 151936, "bf16", option))
     return found
+
+
+def _configuration(kernel: Any, vocab: int, narrow: str, options: str) -> Configuration:
+    tile = launch(vocab)
+    on = OPTIONS[options]
+    flags: dict[str, Any] = {name: name in on for name in ALL}
+    flags |= {name: f"-{name}" not in on for name in ("HAS_BEHAVIOR", "GRADIENT")}
+    flags["BLOCK"] = tile["BLOCK"]
+    whole = () if vocab % 16 else ("vocab",)  # the launch tells the compiler what 16 divides
+    return configuration(
+        f"{kernel.__name__}/V{vocab}/{narrow}/{options}",
+        kernel,
+        _types(kernel, narrow),
+        {k: v for k, v in flags.items() if k in kernel.arg_names},
+        (*whole, "stride_z", "stride_dz"),
+        (tile["num_warps"], 1),
+    )
 
 
 def _types(kernel: Any, narrow: str) -> dict[str, str]:

@@ -15,35 +15,55 @@ not depend on which rows share its tile, so a row alone equals the row in a batc
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import Live
+from .rows import Gradients, Live, padded
 from .triton_epilogue import launch, upstream_rows
-from .triton_rows import ALIGN, Products, Sums, first_actions, float16_gain
+from .triton_rows import ALIGN, Products, add_rows, chunk_rows, first_actions, float16_gain
 from .triton_softmax import Configuration, combine, configuration, final_logit
 
 SMALL_ROWS = 512
 NARROW_WIDTH = 2048
+STEP_D = 32  # the product goes over the width by whole steps
 GROUP = 8  # row blocks that share a tile of the head while it is in cache
 
 
-def without_logits(rows: int, width: int) -> bool:
-    """Whether scoring without gradients should keep no logits.
+def without_logits(rows: int, width: int, vocab: int, free_bytes: float = math.inf) -> bool:
+    """Whether scoring `rows` rows without gradients should keep no logits, by bytes and rows.
 
-    A chunk of logits costs 8 bytes of traffic an element (written once, read once); the tiles cost
-    none, but Triton's product is slower than the library's. With the library at 70 % of the H200's
-    990 TFLOP/s and 4.8 TB/s, traffic is 8 B / 4.8 TB/s = 1.7 ps an element and the product
-    2 · width / 690 TFLOP/s = 2.9 ps · (width / 1000): at three quarters of the library's speed the
-    tiles win below a width of about 1700, and up to 2048 they are taken for their memory. Up to 512
-    rows, below the balance of these devices, both are bound by reading the head, and the tiles save
-    the rest. These are predictions of a model, not measurements.
+    free_bytes  device memory that is left
 
-    Example: 8192 rows of width 576 True, of width 4096 False; 64 rows of width 4096 True.
+    1. The tiles need a width that is a multiple of 32: others keep logits.
+    2. A chunk keeps 4 · vocab bytes for each of its rows, the tiles 12 bytes a row and 128 columns,
+       a fortieth. Where a chunk does not fit, the tiles are taken.
+    3. Up to 512 rows, below the balance of A100 to H200, both are bound by reading the head, and
+       the tiles save 8 bytes an element (written once, read once).
+    4. Above, a chunk costs these 8 bytes, and the tiles a product slower than the library's. With
+       the library at 70 % of the H200's 990 TFLOP/s and 4.8 TB/s, traffic is 1.7 ps an element and
+       the product 2 · width / 690 TFLOP/s = 2.9 ps · (width / 1000): at three quarters of the
+       library's speed the tiles win below a width of about 1700, and up to 2048 they are taken for
+       their memory.
+
+    These are predictions of a model, not measurements. Example at V = 151936: 8192 rows of width
+    576 True, of width 4096 False, and True with less than 1.2 GB free; 64 rows of width 4096 True.
     """
-    return width <= NARROW_WIDTH or rows <= SMALL_ROWS
+    if width % STEP_D:
+        return False
+    chunk = min(chunk_rows(vocab, "cuda"), padded(rows))
+    return 4 * vocab * chunk > free_bytes or rows <= SMALL_ROWS or width <= NARROW_WIDTH
+
+
+def free_bytes(device: torch.device) -> float:
+    """What torch may still allocate there: free for everyone, and its own cache."""
+    if device.type != "cuda":
+        return math.inf
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
 
 
 def score(
@@ -70,32 +90,24 @@ def differentiate(
     temperature: float,
     softcap: float | None,
     upstream: tuple[Tensor | None, Tensor | None],
-    wants: list[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, head and bias for upstream gradients (logprob, entropy) of the live
-    actions."""
+    gradients: Gradients,
+) -> None:
+    """Adds the gradients of hidden, head and bias for upstream gradients (logprob, entropy) of the
+    live actions. The buffer of logits is gone when this returns, before anything is rounded."""
     glogprob_A, gentropy_A = (None if g is None else g.float().contiguous() for g in upstream)
     if glogprob_A is None:
         glogprob_A = torch.zeros(len(live.label_A), device=head_VD.device)
-    pass_ = _Upstream(head_VD, bias_V, live, temperature, softcap, wants[2])
-    sums = Sums(hidden_RD, head_VD, bias_V, wants)
-    gain = _gain(head_VD.dtype, glogprob_A, gentropy_A)
+    wide = gradients.dbias_V is not None
+    pass_ = _Upstream(head_VD, bias_V, live, temperature, softcap, wide)
+    size_A = glogprob_A.abs() if gentropy_A is None else glogprob_A.abs() + gentropy_A.abs()
+    gain = float16_gain(head_VD.dtype, size_A, live, temperature)
     for chunk in live.chunks(pass_.products.chunk, pass_.products.chunk):
         x_CD = pass_.products.hidden(hidden_RD.detach(), chunk.row_C)
         pass_.products.logits(x_CD)
         count = len(chunk.row_C)
         pass_.launch(chunk.start, count, glogprob_A, gentropy_A, gain)
-        sums.add(pass_.products, chunk.row_C, pass_.products.all_rows(count), x_CD, gain)
-    return sums.result()
-
-
-def _gain(dtype: torch.dtype, glogprob_A: Tensor, gentropy_A: Tensor | None) -> float:
-    if dtype != torch.float16 or not len(glogprob_A):
-        return 1.0
-    size_A = glogprob_A.abs()
-    if gentropy_A is not None:
-        size_A = size_A + gentropy_A.abs()
-    return float16_gain(dtype, float(size_A.max()))
+        dz_CV = pass_.products.all_rows(count)
+        add_rows(gradients, pass_.products, chunk.row_C, dz_CV, x_CD, gain)
 
 
 class _Upstream:
@@ -154,18 +166,20 @@ class _Upstream:
         )
 
 
-def tile_shape(width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile and warps of the no-logits product, from (D, dtype) and never from the rows.
+def tile_shape(width: int, dtype: torch.dtype, options: bool) -> dict[str, int]:
+    """Tile and warps of the no-logits product, from (D, dtype, bias or softcap) and never from the
+    rows.
 
-    128 × 256 spills (34 instructions on sm_90, 471 on sm_80), 128 × 128 does not. Example: bfloat16
-    at D = 2048 gives tiles of 128 × 128 × 64 on 8 warps.
+    128 × 256 spills (34 instructions on sm_90, 471 on sm_80), 128 × 128 does not, except with a
+    bias or a softcap on sm_100 (18): those take 64 columns. Example: bfloat16 at D = 2048 without
+    either gives tiles of 128 × 128 × 64 on 8 warps.
     """
     if dtype == torch.float32:
-        return {"BLOCK_R": 32, "BLOCK_V": 64, "BLOCK_D": 32, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_R": 32, "BLOCK_V": 64, "BLOCK_D": STEP_D, "num_warps": 4, "num_stages": 3}
     return {
         "BLOCK_R": 128,
-        "BLOCK_V": 128,
-        "BLOCK_D": 64 if width >= 64 else 32,
+        "BLOCK_V": 64 if options else 128,
+        "BLOCK_D": STEP_D if width % 64 else 64,
         "num_warps": 8,
         "num_stages": 3,
     }
@@ -190,7 +204,6 @@ def tile_statistics(
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    WHOLE_D: tl.constexpr,
     INTERPRET: tl.constexpr,
     GROUP_R: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -217,14 +230,9 @@ def tile_statistics(
     p_xb = p_x + in_r[:, None] * stride_x + o_d[None, :]
     p_wb = p_w + in_v[None, :] * stride_w + o_d[:, None]
     acc = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-    for start in range(0, width, BLOCK_D):
-        if WHOLE_D:
-            x = tl.load(p_xb)
-            w = tl.load(p_wb)
-        else:
-            m_d = start + o_d < width
-            x = tl.load(p_xb, mask=m_d[None, :], other=0.0)
-            w = tl.load(p_wb, mask=m_d[:, None], other=0.0)
+    for _ in range(0, width, BLOCK_D):
+        x = tl.load(p_xb)
+        w = tl.load(p_wb)
         if INTERPRET:  # the interpreter multiplies the bits of bfloat16
             x = x.to(tl.float32)
             w = w.to(tl.float32)
@@ -254,7 +262,7 @@ def tile_statistics(
     dot = tl.sum(tl.where(e == 0.0, 0.0, e * z), 1)
     rest = tl.sum(tl.where(z == 0.0, 0.0, e), 1)
     rest += tl.sum((z == 0.0).to(tl.float32), 1) - 1.0
-    rest = tl.where(m == float("-inf"), 0.0, rest)
+    rest = tl.where((m == float("-inf")) & (rest < 0.0), 0.0, rest)  # NaN stays
     p_out = p_stat + o_r.to(tl.int64) * 3 * stride_stat + i_v
     tl.store(p_out, m, mask=m_r)
     tl.store(p_out + stride_stat, rest, mask=m_r)
@@ -294,7 +302,8 @@ def by_tiles(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(logprob_A, entropy_A) of the live actions, without logits and without gradients."""
+    """(logprob_A, entropy_A) of the live actions, without logits and without gradients; the width
+    is a multiple of 32."""
     hidden_RD, head_VD = hidden_RD.detach(), head_VD.detach()
     rows, (vocab, width), device = len(live.row_R), head_VD.shape, head_VD.device
     count = len(live.label_A)
@@ -304,7 +313,7 @@ def by_tiles(
     x_RD = hidden_RD if rows == len(hidden_RD) else hidden_RD[live.row_R]
     x_RD = x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
     head_VD = head_VD if head_VD.stride(1) == 1 else head_VD.contiguous()
-    shape = tile_shape(width, head_VD.dtype)
+    shape = tile_shape(width, head_VD.dtype, bias_V is not None or softcap is not None)
     tiles = triton.cdiv(vocab, shape["BLOCK_V"])
     block = max(16, triton.next_power_of_2(tiles))
     stride = -(-tiles // ALIGN) * ALIGN
@@ -330,7 +339,6 @@ def by_tiles(
         1.0 if softcap is None else float(softcap),
         HAS_BIAS=bias_V is not None,
         HAS_CAP=softcap is not None,
-        WHOLE_D=width % shape["BLOCK_D"] == 0,
         INTERPRET=device.type == "cpu",
         GROUP_R=GROUP,
         **shape,
@@ -350,14 +358,20 @@ def by_tiles(
     return logprob_A, entropy_A
 
 
+OPTIONS = {"plain": (), "full": ("bias", "cap"), "bias": ("bias",), "cap": ("cap",)}
+
+
 def configurations() -> list[Configuration]:
-    """The launches at the shapes of SmolLM2 and Qwen3, plain and with all options."""
-    found = []
-    for width, vocab in ((576, 49152), (2048, 151936), (4096, 151936)):
-        for dtype, narrow in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-            shape = tile_shape(width, dtype)
-            for options in ("plain", "full"):
-                found.append(_tile_configuration((width, vocab), narrow, shape, options))
+    """The launches at the shapes of SmolLM2, Qwen3 and GPT-2's ragged vocabulary: plain and with
+    all options, single options at one width; half of float32's and float16's."""
+    usual, single = ((576, 49152), (2048, 151936), (4096, 151936)), ("bias", "cap")
+    ragged = ((2048, 50257), (96, 50257))
+    launches = [(size, "bf16", o) for size in usual + ragged for o in ("plain", "full")]
+    launches += [(size, "bf16", o) for size in (usual[1], ragged[0]) for o in single]
+    launches += [(size, "fp16", o) for size in (usual[1], ragged[0]) for o in ("plain", "full")]
+    launches += [(size, "fp32", o) for size in usual for o in ("plain", "full")]
+    launches += [(ragged[0], "fp32", "full")]
+    found = [_tile_configuration(*launch) for launch in launches]
     for vocab in (49152, 151936):
         for block_v in (128, 64):
             block = triton.next_power_of_2(triton.cdiv(vocab, block_v))
@@ -375,26 +389,28 @@ def configurations() -> list[Configuration]:
     return found
 
 
-def _tile_configuration(
-    size: tuple[int, int], narrow: str, shape: dict[str, int], options: str
-) -> Configuration:
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _tile_configuration(size: tuple[int, int], narrow: str, name: str) -> Configuration:
     width, vocab = size
-    full = options == "full"
+    options = OPTIONS[name]
+    shape = tile_shape(width, NARROW[narrow], bool(options))
     constants = {k: v for k, v in shape.items() if k.startswith("BLOCK")} | {
-        "HAS_BIAS": full,
-        "HAS_CAP": full,
-        "WHOLE_D": width % shape["BLOCK_D"] == 0,
+        "HAS_BIAS": "bias" in options,
+        "HAS_CAP": "cap" in options,
         "INTERPRET": False,
         "GROUP_R": GROUP,
     }
     integers = ("rows", "vocab", "width", "stride_x", "stride_w", "stride_stat")
     types = dict.fromkeys(integers, "i32") | {"temperature": "fp32", "softcap": "fp32"}
     types |= {"p_x": f"*{narrow}", "p_w": f"*{narrow}", "p_label": "*i64", "p_first": "*i64"}
+    whole = () if vocab % 16 else ("vocab",)  # the launch tells the compiler what 16 divides
     return configuration(
-        f"tile_statistics/D{width}/V{vocab}/{narrow}/{options}",
+        f"tile_statistics/D{width}/V{vocab}/{narrow}/{name}",
         tile_statistics,
         {n: types.get(n, "*fp32") for n in tile_statistics.arg_names},
         constants,
-        integers[1:],
+        (*whole, "width", "stride_x", "stride_w", "stride_stat"),
         (shape["num_warps"], shape["num_stages"]),
     )

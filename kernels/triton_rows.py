@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import GRANULE, Live, padded
+from .rows import GRANULE, Gradients, Live, padded
 
 ALIGN = 16  # elements of float32: 64 bytes
 # dW costs 8 bytes an element and chunk: at 2048 rows that is hidden behind the products on A100 to
-# H200 (their balance is at 300 to 600 rows). With dW, 3.8 GB at V = 151936, D = 4096.
+# H200 (their balance is at 300 to 600 rows). At A = 8192, D = 4096, V = 151936 a call holds dW
+# (2.49 GB) and dh (0.13 GB), both float32, and the buffer (1.25 GB): 3.87 GB. The buffer is gone
+# when backward rounds dW and dh into half-precision copies (1.25 and 0.07 GB): 3.94 GB.
 CHUNK_BYTES = 5 << 28
 CHUNK_ROWS = 8192
 SLICE_BYTES = 256 << 20
@@ -140,40 +142,23 @@ def accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 33).all())
 
 
-class Sums:
-    """dhidden, dhead and dbias over chunks, float32 until rounded once; None where not wanted."""
-
-    def __init__(
-        self, hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, wants: list[bool]
-    ) -> None:
-        self.dhidden_RD = torch.zeros_like(hidden_RD) if wants[0] else None
-        self.dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32) if wants[1] else None
-        self.dbias_V, self.bias_dtype = None, None
-        self.head_dtype = head_VD.dtype
-        if bias_V is not None and wants[2]:
-            self.dbias_V = torch.zeros_like(bias_V, dtype=torch.float32)
-            self.bias_dtype = bias_V.dtype
-
-    def add(
-        self, products: Products, row_N: Tensor, dz_NV: Tensor, x_ND: Tensor, gain: float
-    ) -> None:
-        """dz_NV (times gain) and x_ND belong to hidden rows `row_N`."""
-        if self.dbias_V is not None:
-            self.dbias_V.add_(dz_NV.sum(0, dtype=torch.float32), alpha=1.0 / gain)
-        dz_NV = products.operand(dz_NV)
-        if self.dhidden_RD is not None:
-            dx_ND = products.grad_hidden(dz_NV)[: len(row_N)]
-            self.dhidden_RD[row_N] = dx_ND.div_(gain).to(self.dhidden_RD.dtype)
-        if self.dhead_VD is not None:
-            products.add_grad_head(dz_NV, x_ND, self.dhead_VD, 1.0 / gain)
-
-    def result(self) -> tuple[Tensor | None, ...]:
-        head, bias = self.dhead_VD, self.dbias_V
-        return (
-            self.dhidden_RD,
-            None if head is None else head.to(self.head_dtype),
-            None if bias is None else bias.to(self.bias_dtype),
-        )
+def add_rows(
+    gradients: Gradients,
+    products: Products,
+    row_N: Tensor,
+    dz_NV: Tensor,
+    x_ND: Tensor,
+    gain: float,
+) -> None:
+    """Adds the gradients of hidden rows `row_N`, to which dz_NV (times gain) and x_ND belong."""
+    if gradients.dbias_V is not None:
+        gradients.dbias_V.add_(dz_NV.sum(0, dtype=torch.float32), alpha=1.0 / gain)
+    dz_NV = products.operand(dz_NV)
+    if gradients.dhidden_RD is not None:
+        dx_ND = products.grad_hidden(dz_NV)[: len(row_N)]
+        gradients.dhidden_RD[row_N] = dx_ND.div_(gain)
+    if gradients.dhead_VD is not None:
+        products.add_grad_head(dz_NV, x_ND, gradients.dhead_VD, 1.0 / gain)
 
 
 def first_actions(live: Live) -> Tensor:
@@ -184,13 +169,19 @@ def first_actions(live: Live) -> Tensor:
     return torch.searchsorted(live.slot_A, torch.arange(count + 1, device=live.slot_A.device))
 
 
-def float16_gain(dtype: torch.dtype, largest: float) -> float:
+def float16_gain(dtype: torch.dtype, size_A: Tensor, live: Live, temperature: float) -> float:
     """The power of two by which dZ is scaled so that float16 neither loses small coefficients nor
-    overflows: coefficients up to `largest` become at most 1/8, and ratios are at most exp(10).
+    overflows. `size_A` bounds each action's coefficient for a ratio of 1; an entry of dZ is at most
+    the sum over a row's actions / temperature, which becomes at most 1/8, and ratios are at most
+    exp(10), which gives 2754 of float16's 65504.
 
-    Example: float16 and 3e-6 give 32768; other dtypes give 1.
+    Example: float16, one action of 3e-6 and temperature 1 give 32768; other dtypes give 1.
     """
-    if dtype != torch.float16 or not 0 < largest < float("inf"):
+    if dtype != torch.float16 or not len(size_A):
+        return 1.0
+    sum_R = torch.zeros(len(live.row_R), dtype=torch.float64, device=size_A.device)
+    largest = float(sum_R.index_add_(0, live.slot_A, size_A.double()).max()) / temperature
+    if not 0 < largest < float("inf"):
         return 1.0
     exponent = torch.frexp(torch.tensor(largest, dtype=torch.float64))[1]
-    return 2.0 ** (-3 - int(exponent))
+    return 2.0 ** max(min(-3 - int(exponent), 100), -100)  # finite in float32

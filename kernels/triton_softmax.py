@@ -88,7 +88,7 @@ def final_logit(raw, bias, temperature, softcap, HAS_CAP: tl.constexpr):
         near = tl.abs(x) < 0.25
         t = tl.where(near, x + x * odd, far)
         slope = tl.where(near, 1.0 - t * t, 4.0 * e / ((1.0 + e) * (1.0 + e)))
-        z = softcap * t
+        z = tl.where(z == float("-inf"), z, softcap * t)  # a forbidden id stays forbidden
     return z / temperature, slope
 
 

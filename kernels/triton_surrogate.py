@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .rows import Chunk, Live
+from .rows import Chunk, Gradients, Live
 from .triton_epilogue import launch, surrogate_rows
-from .triton_rows import Products, Sums, first_actions, float16_gain
+from .triton_rows import Products, add_rows, first_actions, float16_gain
 
 if TYPE_CHECKING:
     from .turn_surrogate import Settings, Terms
@@ -36,16 +36,14 @@ class TritonPass:
         self.live = Live.of(terms.label_A, terms.row_A)
         self.first_R = first_actions(self.live)
         self.products = Products(head_VD, bias_V, len(self.live.row_R), wide=wants[2])
-        self.gradients = Sums(hidden_RD, head_VD, bias_V, wants)
+        self.gradients = Gradients(hidden_RD, head_VD, bias_V, wants)
         self.wanted = any(wants)
         count = len(terms.label_A)
         self.logprob_A, self.entropy_A, self.loss_A, self._coef_A, self._slope_A = (
             torch.empty(count, device=head_VD.device) for _ in range(5)
         )
-        self._gain = 1.0
-        if head_VD.dtype == torch.float16 and count:
-            size_A = terms.weight_A.abs() * (terms.advantage_A.abs() + settings.kl_coef)
-            self._gain = float16_gain(head_VD.dtype, float(size_A.max()))
+        size_A = terms.weight_A.abs() * (terms.advantage_A.abs() + settings.kl_coef)
+        self._gain = float16_gain(head_VD.dtype, size_A, self.live, settings.temperature)
 
     def run(self) -> None:
         for chunk in self.live.chunks(self.products.chunk, self.products.chunk):
@@ -70,7 +68,7 @@ class TritonPass:
         if len(row_N) < count:  # rows without a coefficient leave here
             hidden_N = chunk.row_C[row_N]
             x_CD = products.hidden(self.hidden_RD, hidden_N)
-        self.gradients.add(products, hidden_N, dz_NV, x_CD, self._gain)
+        add_rows(self.gradients, products, hidden_N, dz_NV, x_CD, self._gain)
 
     def _launch(self, chunk: Chunk) -> Tensor:
         """Counts of non-zero coefficients, by row of the chunk."""

@@ -23,7 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import check_finite, check_float, check_index, check_number, check_range
+from .dispatch import (
+    check_finite,
+    check_float,
+    check_index,
+    check_number,
+    check_range,
+    check_tensor,
+)
 from .reference import CLAMP
 from .rows import wide_dtype
 
@@ -60,6 +67,7 @@ def turn_reduce(values_A: Tensor, turn_A: Tensor, turns: int, how: str = "sum") 
 
     Example: values [log 2, log 8, 0], turns [0, 0, 1] of 3 and "geometric_mean" give [4, 1, 1].
     """
+    check_tensor("values_A", values_A)
     check_float("values_A", values_A, (None,), values_A)
     _check_turns(turn_A, turns, values_A)
     if how not in REDUCTIONS:
@@ -95,10 +103,11 @@ def turn_ratio_surrogate(
     Example: log-ratios [log 1.1, log 1.3] of one turn, advantage 1, weight 1 and clip 0.2 give
     ratio √1.43 = 1.196 and loss -1.196; each action's gradient is -0.598.
     """
-    turns = len(advantage_U)
+    check_tensor("logprob_A", logprob_A)
     check_float("logprob_A", logprob_A, (None,), logprob_A)
-    _check_turns(turn_A, turns, logprob_A)
     check_float("advantage_U", advantage_U, (None,), logprob_A)
+    turns = len(advantage_U)
+    _check_turns(turn_A, turns, logprob_A)
     check_float("weight_U", weight_U, (turns,), logprob_A)
     check_finite("weight_U", weight_U)
     check_number("clip_low", clip_low, 0.0)
@@ -110,9 +119,10 @@ def turn_ratio_surrogate(
     count_U = torch.bincount(turn_A, minlength=turns)
     live_U = (weight_U != 0) & (advantage_U != 0) & (count_U > 0)
     check_finite("advantage_U (scored turns)", advantage_U[live_U])
-    check_finite("behavior_A (scored turns)", behavior_A[live_U[turn_A]])
-    # `where` before the difference: NaN of a turn that is not scored meets no arithmetic.
     live_A = live_U[turn_A]
+    check_finite("behavior_A (scored turns)", behavior_A[live_A])
+    check_finite("logprob_A (scored turns)", logprob_A.detach()[live_A])
+    # `where` before the difference: NaN of a turn that is not scored meets no arithmetic.
     current_A = torch.where(live_A, logprob_A.to(wide), 0)
     raw_A = current_A - torch.where(live_A, behavior_A.detach().to(wide), 0)
     advantage_U = torch.where(live_U, advantage_U.detach(), 0).to(wide)

@@ -11,10 +11,11 @@ The loss is inside, so c_a is known as soon as a chunk has its log-probabilities
 turn into dZ where they lie and nothing is recomputed. 6·R·D·V floating-point operations (R rows
 with a live action), the floor for a loss of this form.
 
-Saved for backward: dh [R, D] and dW [V, D] (db [V]); backward scales them by the upstream scalar.
+Saved for backward: dh [R, D] and dW [V, D] (db [V]) in float32; backward scales them by the
+upstream scalar and rounds once, when the chunk's logits are gone. So a loss scale (float16) or a
+division of the loss costs no digits.
 Extra memory: dW, one chunk of logits (at most 64 MiB on CPU, 1 GiB elsewhere; twice with softcap),
-one tile (1 MiB on CPU). Half precision on CPU adds a float32 copy of W, and dW is float32 until it
-is rounded once at the end.
+one tile (1 MiB on CPU). Half precision on CPU adds a float32 copy of W.
 
 What is skipped, exactly: actions of weight 0, and with kl_coef = 0 also actions of advantage 0,
 leave before the first matrix product whatever their other numbers hold; rows whose coefficients
@@ -31,8 +32,18 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dispatch import check_finite, check_float, check_head, check_number, choose
-from .rows import Chunk, Gradients, Head, Live, label_gradient, wide_dtype
+from .dispatch import (
+    check_allowed,
+    check_finite,
+    check_float,
+    check_head,
+    check_number,
+    choose,
+    refuse_second_derivative,
+    without_autocast,
+)
+from .head_gradient import HeadGradient, check_head_gradient
+from .rows import Chunk, Gradients, Head, Live, label_gradient, own_rows, rounded, wide_dtype
 
 CLAMP = reference.CLAMP
 
@@ -93,6 +104,7 @@ def turn_surrogate(
     reference_A: Tensor | None = None,
     bias_V: Tensor | None = None,
     softcap: float | None = None,
+    head_gradient: HeadGradient | None = None,
     impl: str = "auto",
 ) -> SurrogateOutput:
     """Weighted clipped surrogate of sampled actions, with gradients to hidden, head and bias.
@@ -104,39 +116,47 @@ def turn_surrogate(
     behavior_A   log-probabilities under the policy that sampled; None: the current ones, detached
                  (ratio exactly 1, gradient -A·w)
     advantage_A, weight_A   the loss is Σ weight · (...): normalisers are already in the weights
-    reference_A  log-probabilities under the reference policy; needed when kl_coef > 0
-    bias_V       added to the logits, -inf forbids an id; softcap: z → softcap · tanh(z / softcap)
+    reference_A  log-probabilities under the reference policy; needed when kl_coef > 0, otherwise
+                 only reported in sums["kl_reference"]
+    bias_V       added to the logits, -inf forbids an id; softcap: z → softcap · tanh(z / softcap),
+                 and forbidden ids stay forbidden
+    head_gradient   backward adds the head's gradient to this float32 sum and gives head_VD none:
+                 one rounding for all micro-batches
 
     An action is scored unless its weight is 0, or its advantage is 0 while kl_coef is 0. Actions
     that are not scored cost nothing, contribute exactly nothing, may hold NaN anywhere but in
     action_A, and report log-probability and entropy 0; use `linear_logprob` to score them.
 
-    Raises `ValueError` naming the argument for a wrong dtype, shape or device, a label outside
-    [0, V), a non-finite weight, or a non-finite number of a scored action. Source: the RTPO
-    objective (clipped surrogate of Schulman et al. 2017, k3 estimator of Schulman 2020).
+    Raises `ValueError` naming the argument for a wrong type, dtype, shape or device, a label
+    outside [0, V), a scored action whose bias is -inf, a non-finite weight, NaN or +inf in the
+    bias, or a non-finite number of a scored action. A hidden state or head that is not finite gives
+    a loss and gradients that are not finite. Autocast has no influence. Source: the RTPO objective
+    (clipped surrogate of Schulman et al. 2017, k3 estimator of Schulman 2020).
 
     Example: logits [0, 0], action 0, behaviour log ½, advantage 1, weight 1 give loss -1,
     logprob -0.693, entropy 0.693 and dloss/dlogits = [-½, ½].
     """
     check_head(hidden_RD, head_VD, action_A, row_A, temperature, bias_V, softcap)
+    check_head_gradient(head_gradient, head_VD, impl)
     run = choose(impl, IMPLEMENTATIONS, hidden_RD.device, hidden_RD.dtype)
     settings = Settings(clip_low, clip_high, temperature, kl_coef, softcap)
-    given = Terms(action_A, _rows(row_A, action_A), behavior_A, advantage_A, weight_A, reference_A)
-    _check(given, settings, hidden_RD)
-    live_A, terms = _scored(given, settings, wide_dtype(hidden_RD.dtype))
-    loss, logprob_L, entropy_L = run(hidden_RD, head_VD, bias_V, terms, settings)
+    given = Terms(
+        action_A, own_rows(row_A, action_A), behavior_A, advantage_A, weight_A, reference_A
+    )
+    check_terms(given, settings, hidden_RD)
+    live_A, terms = scored_terms(given, settings, wide_dtype(hidden_RD.dtype))
+    check_allowed(terms.label_A, bias_V)
+    given_head = (hidden_RD, head_VD, bias_V)
+    with without_autocast(hidden_RD.device):
+        loss, logprob_L, entropy_L = run(*given_head, terms, settings, head_gradient)
     logprob_L, entropy_L = logprob_L.detach(), entropy_L.detach()
     logprob_A = logprob_L.new_zeros(len(action_A)).index_put_((live_A,), logprob_L)
     entropy_A = entropy_L.new_zeros(len(action_A)).index_put_((live_A,), entropy_L)
-    sums, peaks = _statistics(terms, settings, logprob_L, entropy_L)
+    sums, peaks = statistics(terms, settings, logprob_L, entropy_L)
     return SurrogateOutput(loss, logprob_A, entropy_A, sums, peaks)
 
 
-def _rows(row_A: Tensor | None, action_A: Tensor) -> Tensor:
-    return torch.arange(len(action_A), device=action_A.device) if row_A is None else row_A
-
-
-def _check(terms: Terms, settings: Settings, like: Tensor) -> None:
+def check_terms(terms: Terms, settings: Settings, like: Tensor) -> None:
     size = (len(terms.label_A),)
     check_float("advantage_A", terms.advantage_A, size, like)
     check_float("weight_A", terms.weight_A, size, like)
@@ -154,18 +174,19 @@ def _check(terms: Terms, settings: Settings, like: Tensor) -> None:
         )
 
 
-def _scored(given: Terms, settings: Settings, wide: torch.dtype) -> tuple[Tensor, Terms]:
+def scored_terms(given: Terms, settings: Settings, wide: torch.dtype) -> tuple[Tensor, Terms]:
     """Indices of the scored actions, and their terms, checked to be finite."""
     keep_A = given.weight_A != 0
     if not settings.kl_coef:
         keep_A &= given.advantage_A != 0
     live_A = keep_A.nonzero().squeeze(1)
 
-    def take(name: str, value_A: Tensor | None) -> Tensor | None:
+    def take(name: str, value_A: Tensor | None, checked: bool = True) -> Tensor | None:
         if value_A is None:
             return None
         value_L = value_A.detach()[live_A].to(wide)
-        check_finite(f"{name} (scored actions)", value_L)
+        if checked:
+            check_finite(f"{name} (scored actions)", value_L)
         return value_L
 
     advantage_L = take("advantage_A", given.advantage_A)
@@ -177,11 +198,11 @@ def _scored(given: Terms, settings: Settings, wide: torch.dtype) -> tuple[Tensor
         take("behavior_A", given.behavior_A),
         advantage_L,
         weight_L,
-        take("reference_A", given.reference_A),
+        take("reference_A", given.reference_A, checked=settings.kl_coef != 0),
     )
 
 
-def _statistics(
+def statistics(
     terms: Terms, settings: Settings, logprob_A: Tensor, entropy_A: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Reported sums and peaks over the scored actions, in float64."""
@@ -212,7 +233,12 @@ def _statistics(
 
 
 def _reference(
-    hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, terms: Terms, settings: Settings
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    terms: Terms,
+    settings: Settings,
+    head_gradient: HeadGradient | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return reference.turn_surrogate(
         hidden_RD,
@@ -227,20 +253,14 @@ def _reference(
     )
 
 
-def _torch(
-    hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, terms: Terms, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = torch.is_grad_enabled()
-    return _TurnSurrogate.apply(hidden_RD, head_VD, bias_V, terms, settings, wanted, _Pass)
+def _torch(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _TurnSurrogate.apply(*given, torch.is_grad_enabled(), _Pass)
 
 
-def _triton(
-    hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, terms: Terms, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
+def _triton(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .triton_surrogate import TritonPass
 
-    wanted = torch.is_grad_enabled()
-    return _TurnSurrogate.apply(hidden_RD, head_VD, bias_V, terms, settings, wanted, TritonPass)
+    return _TurnSurrogate.apply(*given, torch.is_grad_enabled(), TritonPass)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
@@ -259,27 +279,37 @@ class _TurnSurrogate(torch.autograd.Function):
         bias_V: Tensor | None,
         terms: Terms,
         settings: Settings,
+        head_gradient: HeadGradient | None,
         wanted: bool,
         one_pass: Callable[..., Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants = [need and wanted for need in ctx.needs_input_grad[:3]]
         body = one_pass(hidden_RD, head_VD, bias_V, terms, settings, wants)
         body.run()
-        ctx.save_for_backward(*body.gradients.result())
+        ctx.save_for_backward(*body.gradients.sums())
+        ctx.dtypes, ctx.head_gradient = body.gradients.dtypes, head_gradient
         ctx.mark_non_differentiable(body.logprob_A, body.entropy_A)
         ctx.set_materialize_grads(False)
         return body.loss(), body.logprob_A, body.entropy_A
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        scale = upstream[0]
-        if scale is None:
-            return (None,) * 7
-        saved: tuple[Tensor | None, ...] = ctx.saved_tensors
-        # Reading a scalar is free on CPU, and saves a second dW.
-        if scale.device.type != "cpu" or float(scale) != 1.0:
-            saved = tuple(None if g is None else g * scale.to(g.dtype) for g in saved)
-        return *saved, None, None, None, None
+        refuse_second_derivative("turn_surrogate")
+        return *scaled(ctx, upstream[0]), *(None,) * 5
+
+
+def scaled(ctx: Any, scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The saved sums (dhidden, dhead, dbias) times the upstream scalar, rounded once."""
+    if scale is None:
+        return None, None, None
+    dhidden_RD, dhead_VD, dbias_V = ctx.saved_tensors
+    if ctx.head_gradient is not None and dhead_VD is not None:
+        ctx.head_gradient.add(dhead_VD, scale)
+        dhead_VD = None
+    # Reading a scalar is free on CPU, and saves a second dW.
+    factor = None if scale.device.type == "cpu" and float(scale) == 1.0 else scale
+    sums = (dhidden_RD, dhead_VD, dbias_V)
+    return tuple(rounded(g, dtype, factor) for g, dtype in zip(sums, ctx.dtypes, strict=True))
 
 
 def objective(
@@ -348,8 +378,8 @@ class _Pass:
 
     def _chunk(self, chunk: Chunk) -> None:
         x_CD = self.head.hidden(self.hidden_RD, chunk.row_C)
-        exp_CV, sum_C, entropy_C, shifted_A = self.head.exponentials(x_CD, chunk)
-        logprob_A = shifted_A - sum_C.log()[chunk.slot_A]
+        exp_CV, sum_C, log_C, entropy_C, shifted_A = self.head.exponentials(x_CD, chunk)
+        logprob_A = shifted_A - log_C[chunk.slot_A]
         of = slice(chunk.first, chunk.last)
         behavior_A, reference_A = (
             None if x is None else x[of] for x in (self.terms.behavior_A, self.terms.reference_A)

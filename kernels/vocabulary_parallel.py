@@ -10,7 +10,7 @@ Collectives, and why not fewer:
   need two, because S and D need M first; gathering lets every rank combine the same numbers in
   rank order, so all ranks agree bit for bit and runs repeat. `vocabulary_parallel_surrogate`: one
   for each chunk of rows, since dZ replaces the chunk's logits where they lie (6·R·D·V over all
-  ranks); `vocabulary_parallel_logprob`: one a call, and none in backward, which saves [R, 3].
+  ranks); `vocabulary_parallel_logprob`: one a call, and none in backward, which saves [R, 4].
 - dh: one all-reduce of [R, D] a call in the accumulation dtype, rounded once behind it. dW and db
   stay with the rank that owns the rows.
 
@@ -25,19 +25,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import check_head, check_index, check_range, check_sorted
-from .rows import Chunk, Gradients, Head, Live, label_gradient, wide_dtype
+from .dispatch import (
+    check_head,
+    check_index,
+    check_range,
+    check_sorted,
+    check_tensor,
+    refuse_second_derivative,
+    without_autocast,
+)
+from .head_gradient import HeadGradient, check_head_gradient
+from .rows import Chunk, Gradients, Head, Live, label_gradient, own_rows, wide_dtype
 from .turn_surrogate import (
     Settings,
     SurrogateOutput,
     Terms,
-    _check,
-    _rows,
-    _scored,
-    _statistics,
+    check_terms,
     objective,
+    scaled,
+    scored_terms,
+    statistics,
 )
-from .vocabulary_slice import Shard, VocabularySlice, Whole, partial_gradients, summed_gradients
+from .vocabulary_slice import Shard, VocabularySlice, Whole
 
 
 def vocabulary_parallel_surrogate(
@@ -57,6 +66,7 @@ def vocabulary_parallel_surrogate(
     reference_A: Tensor | None = None,
     bias_V: Tensor | None = None,
     softcap: float | None = None,
+    head_gradient: HeadGradient | None = None,
 ) -> SurrogateOutput:
     """`turn_surrogate` with a head that is split over the ranks of `part`.
 
@@ -71,16 +81,27 @@ def vocabulary_parallel_surrogate(
     Example: rank 0 holds logit [0], rank 1 logit [0]; action 1 gives both logprob -0.693.
     """
     _check_head(hidden_RD, head_VD, action_A, part, row_A, temperature, bias_V, softcap)
+    check_head_gradient(head_gradient, head_VD, "torch")
     settings = Settings(clip_low, clip_high, temperature, kl_coef, softcap)
-    given = Terms(action_A, _rows(row_A, action_A), behavior_A, advantage_A, weight_A, reference_A)
-    _check(given, settings, hidden_RD)
-    live_A, terms = _scored(given, settings, wide_dtype(hidden_RD.dtype))
-    loss, logprob_L, entropy_L = _Surrogate.apply(
-        hidden_RD, head_VD, bias_V, terms, settings, part, torch.is_grad_enabled()
+    given = Terms(
+        action_A, own_rows(row_A, action_A), behavior_A, advantage_A, weight_A, reference_A
     )
+    check_terms(given, settings, hidden_RD)
+    live_A, terms = scored_terms(given, settings, wide_dtype(hidden_RD.dtype))
+    wanted = torch.is_grad_enabled()
+    with without_autocast(hidden_RD.device):
+        loss, logprob_L, entropy_L = _Surrogate.apply(
+            hidden_RD, head_VD, bias_V, terms, settings, part, head_gradient, wanted
+        )
+    if bool((logprob_L == -torch.inf).any()):  # the same on all ranks: only one has the bias
+        bad = int(terms.label_A[logprob_L == -torch.inf][0])
+        raise ValueError(
+            f"action_A (scored actions): expected ids that bias_V allows, got {bad}, whose bias is "
+            f"-inf; give such actions weight 0"
+        )
     logprob_A = logprob_L.new_zeros(len(action_A)).index_put_((live_A,), logprob_L)
     entropy_A = entropy_L.new_zeros(len(action_A)).index_put_((live_A,), entropy_L)
-    sums, peaks = _statistics(terms, settings, logprob_L, entropy_L)
+    sums, peaks = statistics(terms, settings, logprob_L, entropy_L)
     return SurrogateOutput(loss, logprob_A, entropy_A, sums, peaks)
 
 
@@ -94,6 +115,7 @@ def vocabulary_parallel_logprob(
     temperature: float = 1.0,
     bias_V: Tensor | None = None,
     softcap: float | None = None,
+    head_gradient: HeadGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_logprob` with a head that is split over the ranks of `part`: (logprob_A, entropy_A).
 
@@ -101,10 +123,12 @@ def vocabulary_parallel_logprob(
     be equal on all ranks.
     """
     _check_head(hidden_RD, head_VD, action_A, part, row_A, temperature, bias_V, softcap)
-    row_A = _rows(row_A, action_A)
-    scored: tuple[Tensor, Tensor] = _Logprob.apply(
-        hidden_RD, head_VD, bias_V, action_A, row_A, temperature, softcap, part
-    )
+    check_head_gradient(head_gradient, head_VD, "torch")
+    row_A = own_rows(row_A, action_A)
+    with without_autocast(hidden_RD.device):
+        scored: tuple[Tensor, Tensor] = _Logprob.apply(
+            hidden_RD, head_VD, bias_V, action_A, row_A, temperature, softcap, part, head_gradient
+        )
     return scored
 
 
@@ -118,6 +142,8 @@ def _check_head(
     bias_V: Tensor | None,
     softcap: float | None,
 ) -> None:
+    for name, value in {"hidden_RD": hidden_RD, "action_A": action_A}.items():
+        check_tensor(name, value)
     none_A, no_row_A = action_A[:0], None if row_A is None else row_A[:0]
     check_head(hidden_RD[:0], head_VD, none_A, no_row_A, temperature, bias_V, softcap)
     if head_VD.shape[0] != part.rows:
@@ -147,13 +173,14 @@ class _Surrogate(torch.autograd.Function):
         terms: Terms,
         settings: Settings,
         part: VocabularySlice,
+        head_gradient: HeadGradient | None,
         wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants = [need and wanted for need in ctx.needs_input_grad[:3]]
         live = Live.of(terms.label_A, terms.row_A)
         head = Head(head_VD, bias_V, settings.temperature, settings.softcap, len(live.row_R))
         shard = Shard(head, part, head_VD.device.type)
-        gradients = partial_gradients(hidden_RD, head_VD, bias_V, wants)
+        gradients = Gradients(hidden_RD, head_VD, bias_V, wants)
         logprob_A, entropy_A, loss_A = (
             torch.empty(len(terms.label_A), dtype=head.wide, device=head_VD.device)
             for _ in range(3)
@@ -177,18 +204,17 @@ class _Surrogate(torch.autograd.Function):
                 over_C = (stat_3C[0] - whole.max_C).exp() / (whole.sum_C * settings.temperature)
                 coef_A = terms.weight_A[of] * slope_A
                 _add_rows(shard, gradients, hidden, chunk, x_CD, exp_CV, over_C, whole, coef_A)
-        ctx.save_for_backward(*summed_gradients(gradients, part, hidden_RD.dtype))
+        part.add(gradients.dhidden_RD)
+        ctx.save_for_backward(*gradients.sums())
+        ctx.dtypes, ctx.head_gradient = gradients.dtypes, head_gradient
         ctx.mark_non_differentiable(logprob_A, entropy_A)
         ctx.set_materialize_grads(False)
         return loss_A.sum(dtype=torch.float64).to(head.wide), logprob_A, entropy_A
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        scale = upstream[0]
-        if scale is None:
-            return (None,) * 7
-        saved = (None if g is None else g * scale.to(g.dtype) for g in ctx.saved_tensors)
-        return *saved, None, None, None, None
+        refuse_second_derivative("vocabulary_parallel_surrogate")
+        return *scaled(ctx, upstream[0]), *(None,) * 5
 
 
 def _add_rows(
@@ -239,6 +265,7 @@ class _Logprob(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         part: VocabularySlice,
+        head_gradient: HeadGradient | None,
     ) -> tuple[Tensor, Tensor]:
         live = Live.of(action_A, row_A)
         head = Head(head_VD, bias_V, temperature, softcap, len(live.row_R))
@@ -255,18 +282,20 @@ class _Logprob(torch.autograd.Function):
         else:
             whole = Whole(*(empty for _ in Whole._fields))
         # By hidden row, so that backward finds the rows that its upstream gradient leaves.
-        stat_3R = empty.new_ones(3, len(hidden_RD))
-        stat_3R[:, live.row_R] = torch.stack([whole.max_C, whole.sum_C, whole.entropy_C])
-        ctx.save_for_backward(hidden_RD, head_VD, bias_V, action_A, row_A, stat_3R, whole.logprob_A)
+        stat_4R = empty.new_ones(4, len(hidden_RD))
+        stat_4R[:, live.row_R] = torch.stack(whole[:4])
+        ctx.save_for_backward(hidden_RD, head_VD, bias_V, action_A, row_A, stat_4R, whole.logprob_A)
         ctx.temperature, ctx.softcap, ctx.part = temperature, softcap, part
+        ctx.head_gradient = head_gradient
         ctx.set_materialize_grads(False)
         return whole.logprob_A.clone(), whole.entropy_C[live.slot_A]
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
-            return (None,) * 8
-        hidden_RD, head_VD, bias_V, action_A, row_A, stat_3R, logprob_A = ctx.saved_tensors
+            return (None,) * 9
+        refuse_second_derivative("vocabulary_parallel_logprob")
+        hidden_RD, head_VD, bias_V, action_A, row_A, stat_4R, logprob_A = ctx.saved_tensors
         live_A = torch.zeros_like(action_A, dtype=torch.bool)
         for g in upstream:
             if g is not None:
@@ -275,19 +304,22 @@ class _Logprob(torch.autograd.Function):
         live = Live.of(action_A[live_A], row_A[live_A])
         head = Head(head_VD, bias_V, ctx.temperature, ctx.softcap, len(live.row_R))
         shard = Shard(head, ctx.part, head_VD.device.type)
-        gradients = partial_gradients(hidden_RD, head_VD, bias_V, list(ctx.needs_input_grad[:3]))
+        wants, sink = ctx.needs_input_grad[:3], ctx.head_gradient
+        shared_VD = sink.sum_VD if sink is not None and wants[1] else None
+        gradients = Gradients(hidden_RD, head_VD, bias_V, wants, shared_VD)
         for chunk in live.chunks(shard.chunk, shard.tile):
             x_CD = head.hidden(hidden_RD, chunk.row_C)
             of = slice(chunk.first, chunk.last)
             glogprob, gentropy = (None if g is None else g[of] for g in (glogprob_L, gentropy_L))
-            stat_3C = torch.nn.functional.pad(
-                stat_3R[:, chunk.row_C], (0, len(x_CD) - len(chunk.row_C)), value=1.0
+            stat_4C = torch.nn.functional.pad(
+                stat_4R[:, chunk.row_C], (0, len(x_CD) - len(chunk.row_C)), value=1.0
             )
-            max_C, sum_C, entropy_C = stat_3C
-            whole = Whole(max_C, sum_C, entropy_C, logprob_A[live_A][of])
-            dz_CV = _chunk_gradient(shard, chunk, x_CD, whole, glogprob, gentropy)
-            gradients.add(head, chunk.row_C, dz_CV, x_CD)
-        return *summed_gradients(gradients, ctx.part, hidden_RD.dtype), *(None,) * 5
+            whole = Whole(*stat_4C, logprob_A[live_A][of])
+            with without_autocast(hidden_RD.device):
+                dz_CV = _chunk_gradient(shard, chunk, x_CD, whole, glogprob, gentropy)
+                gradients.add(head, chunk.row_C, dz_CV, x_CD)
+        ctx.part.add(gradients.dhidden_RD)
+        return *gradients.result(), *(None,) * 6
 
 
 def _chunk_gradient(
@@ -302,7 +334,7 @@ def _chunk_gradient(
     head, slot_A, count = shard.head, chunk.slot_A, len(chunk.row_C)
     for z_V, (r0, r1, _, _) in shard.logits(x_CD, chunk):
         z_V.sub_(whole.max_C[r0:r1].unsqueeze(1)).exp_()
-    exp_CV = head._z[: len(x_CD)]
+    exp_CV = head.buffer_CV[: len(x_CD)]
     exp_CV[count:] = 0  # rows of padding have no maximum to subtract
     coef_A = torch.zeros_like(whole.logprob_A) if glogprob_A is None else glogprob_A
     total_C = torch.zeros_like(whole.sum_C).index_add_(0, slot_A, coef_A)
@@ -310,7 +342,9 @@ def _chunk_gradient(
         dz_CV = head.keep(exp_CV, -total_C / (whole.sum_C * head.temperature), None, count)
     else:
         gain_C = torch.zeros_like(whole.sum_C).index_add_(0, slot_A, gentropy_A)
-        dz_CV = head.keep_entropy(exp_CV, whole.sum_C, whole.entropy_C, total_C, gain_C)
+        dz_CV = head.keep_entropy(
+            exp_CV, whole.sum_C, whole.entropy_C - whole.log_C, total_C, gain_C
+        )
     owned_A = shard.owned(chunk.label_A)
     shared = len(slot_A) > count
     slot_A, label_A = slot_A[owned_A], chunk.label_A[owned_A] - shard.part.start

@@ -15,7 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import rows
-from .rows import Chunk, Gradients, Head, wide_dtype
+from .rows import Chunk, Head
+
+# torch 2.13 renamed it.
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather_numbers(
+    mine: list[int], group: dist.ProcessGroup | None, device: str | torch.device
+) -> list[list[int]]:
+    """Every rank's integers, by rank."""
+    mine_N = torch.tensor(mine, dtype=torch.int64, device=device)
+    all_RN = mine_N.new_empty(dist.get_world_size(group), len(mine))
+    GATHER(all_RN.view(-1), mine_N, group=group)
+    numbers: list[list[int]] = all_RN.tolist()
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +57,8 @@ class VocabularySlice:
                 "group: expected torch.distributed to be initialised, and it is not; call "
                 "init_process_group first, or use the ops without `vocabulary_parallel_`"
             )
-        counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-        mine = torch.tensor([rows], dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(counts, mine, group=group)
-        return cls(tuple(accumulate(counts.tolist())), dist.get_rank(group), group)
+        counts = [count for (count,) in gather_numbers([rows], group, device)]
+        return cls(tuple(accumulate(counts)), dist.get_rank(group), group)
 
     @property
     def start(self) -> int:
@@ -69,12 +81,12 @@ class VocabularySlice:
         if len(self.stops) == 1:
             return mine_N.unsqueeze(0)
         all_RN = mine_N.new_empty(len(self.stops), len(mine_N))
-        dist.all_gather_into_tensor(all_RN.view(-1), mine_N, group=self.group)
+        GATHER(all_RN.view(-1), mine_N, group=self.group)
         return all_RN
 
-    def add(self, mine: Tensor) -> None:
-        """Sum over ranks, in place."""
-        if mine.numel() and len(self.stops) > 1:
+    def add(self, mine: Tensor | None) -> None:
+        """Sum over ranks, in place; None on all ranks is none."""
+        if mine is not None and mine.numel() and len(self.stops) > 1:
             dist.all_reduce(mine, group=self.group)
 
 
@@ -83,6 +95,7 @@ class Whole(NamedTuple):
 
     max_C: Tensor
     sum_C: Tensor
+    log_C: Tensor
     entropy_C: Tensor
     logprob_A: Tensor
 
@@ -102,20 +115,22 @@ class Shard:
 
     def logits(self, x_CD: Tensor, chunk: Chunk) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Tiles of final logits in the shared buffer, and their bounds (see `Chunk.tiles`)."""
-        z_CV = self.head._z[: len(x_CD)]
-        self.head._matmul(x_CD, self.head.head_VD.T, z_CV)
+        z_CV = self.head.buffer_CV[: len(x_CD)]
+        self.head.matmul(x_CD, self.head.head_VD.T, z_CV)
         for tile in chunk.tiles:
             z_V = z_CV[tile[0] : tile[1]]
-            self.head._finish(z_V, tile[0], tile[1])
+            self.head.finish(z_V, tile[0], tile[1])
             yield z_V, tile
 
     def exponentials(self, x_CD: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(z - m_r) in the shared buffer; (m_r, s_r, d_r) as [3, C]; z[label] - m_r of the
-        actions whose label this rank holds, 0 for the others."""
+        """exp(z - m_r) in the shared buffer; (m_r, s_r - 1, d_r) as [3, C], where s_r - 1 keeps
+        the digits of a peaked row; z[label] - m_r of the actions whose label this rank holds, 0 for
+        the others."""
         head = self.head
         stat_3C = torch.zeros(3, len(x_CD), dtype=head.wide, device=x_CD.device)
         shifted_A = torch.zeros(len(chunk.label_A), dtype=head.wide, device=x_CD.device)
         lowest = torch.finfo(head.wide).min
+        stat_3C[1] = -1
         stat_3C[0] = lowest  # of no row, or of forbidden ones only: finite, exp(m_r - M) is 0
         owned_A, at_A = self.owned(chunk.label_A), chunk.label_A - self.part.start
         for z_V, (r0, r1, a0, a1) in self.logits(x_CD, chunk):
@@ -125,50 +140,29 @@ class Shard:
             z_V.sub_(stat_3C[0, r0:r1].unsqueeze(1))
             mine_A = owned_A[(owned_A >= a0) & (owned_A < a1)]
             shifted_A[mine_A] = z_V[chunk.slot_A[mine_A] - r0, at_A[mine_A]]
-            product_V = torch.clamp(z_V, min=lowest, out=head._scratch[: r1 - r0])
+            product_V = torch.clamp(z_V, min=lowest, out=head.scratch_TV[: r1 - r0])
             z_V.exp_()
-            torch.sum(z_V, 1, out=stat_3C[1, r0:r1])
+            stat_3C[1, r0:r1] = z_V.sum(1, dtype=torch.float64) - 1
             torch.sum(product_V.mul_(z_V), 1, out=stat_3C[2, r0:r1])
-        return head._z[: len(x_CD)], stat_3C, shifted_A
+        return head.buffer_CV[: len(x_CD)], stat_3C, shifted_A
 
     def whole(self, stat_3C: Tensor, shifted_A: Tensor, slot_A: Tensor, label_A: Tensor) -> Whole:
         """The one collective: every rank's statistics, combined in rank order."""
         count = stat_3C.shape[1]
         all_RN = self.part.gather(torch.cat([stat_3C.flatten(), shifted_A]))
-        stat_R3C = all_RN[:, : 3 * count].unflatten(1, (3, count))
+        stat_R3C = all_RN[:, : 3 * count].unflatten(1, (3, count)).double()
         max_C = stat_R3C[:, 0].amax(0)
         sum_C, dot_C = torch.zeros_like(max_C), torch.zeros_like(max_C)
-        for m_C, s_C, d_C in stat_R3C:
+        for m_C, rest_C, d_C in stat_R3C:
             scale_C = (m_C - max_C).exp()
-            sum_C += scale_C * s_C
-            dot_C += scale_C * (d_C + s_C * (m_C - max_C))
+            sum_C += scale_C * (1 + rest_C)
+            dot_C += scale_C * (d_C + (1 + rest_C) * (m_C - max_C))
+        log_C = torch.log1p(sum_C - 1)
         stops_R = torch.tensor(self.part.stops, device=label_A.device)
         owner_A = torch.searchsorted(stops_R, label_A, right=True)
         action_A = torch.arange(len(label_A), device=label_A.device)
         mine_A = all_RN[owner_A, 3 * count + action_A]
         apart_A = stat_R3C[owner_A, 0, slot_A] - max_C[slot_A]
-        logprob_A = mine_A + apart_A - sum_C.log()[slot_A]
-        return Whole(max_C, sum_C, sum_C.log() - dot_C / sum_C, logprob_A)
-
-
-def partial_gradients(
-    hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, wants: list[bool]
-) -> Gradients:
-    """Gradients whose dh stays in the accumulation dtype until ranks are summed."""
-    gradients = Gradients(hidden_RD, head_VD, bias_V, wants)
-    wide = wide_dtype(hidden_RD.dtype)
-    if gradients.dhidden_RD is not None:
-        gradients.dhidden_RD = gradients.dhidden_RD.to(wide)
-    gradients.dtypes = (wide, *gradients.dtypes[1:])
-    return gradients
-
-
-def summed_gradients(
-    gradients: Gradients, part: VocabularySlice, dtype: torch.dtype
-) -> list[Tensor | None]:
-    """The call's second collective: dh over ranks, then rounded."""
-    dhidden_RD, *rest = gradients.result()
-    if dhidden_RD is not None:
-        part.add(dhidden_RD)
-        dhidden_RD = dhidden_RD.to(dtype)
-    return [dhidden_RD, *rest]
+        logprob_A = mine_A + apart_A - log_C[slot_A]
+        found = (max_C, sum_C, log_C, log_C - dot_C / sum_C, logprob_A)
+        return Whole(*(x.to(stat_3C.dtype) for x in found))

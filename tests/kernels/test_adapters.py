@@ -306,5 +306,5 @@ def test_verl_defaults_and_errors() -> None:
     assert entropy_A.tolist() == pytest.approx([0.6931472])
     with pytest.raises(ValueError, match=r"reduction='median': expected one of none, sum, mean"):
         adapters.linear_cross_entropy(hidden_AD, head_VD, torch.tensor([1]), 1.0, "median")
-    with pytest.raises(ValueError, match=r"action_A: expected entries in \[0, 2\), got 2"):
+    with pytest.raises(ValueError, match=r"labels: expected entries in \[0, 2\), got 2"):
         adapters.linear_cross_entropy(hidden_AD, head_VD, torch.tensor([2]))

@@ -163,11 +163,28 @@ def test_strided_views_without_logits(case: Any) -> None:
         assert torch.equal(got, want[name]), name
 
 
-def test_the_choice_is_by_rows_and_width() -> None:
+def test_the_choice_is_by_bytes_rows_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of 2048 rows is 1.245 GB: without room for it there are no logits."""
     choose = triton_logprob.without_logits
-    assert choose(8192, 576)
-    assert choose(64, 4096)
-    assert not choose(8192, 4096)
+    assert choose(8192, 576, 151936)
+    assert choose(64, 4096, 151936)
+    assert not choose(8192, 4096, 151936)
+    assert not choose(8192, 4096, 151936, 1.25e9)
+    assert choose(8192, 4096, 151936, 1.24e9)
+    assert not choose(1000, 4096, 151936, 0.61e9)
+    assert choose(1000, 4096, 151936, 0.6e9)
+    assert not choose(8, 4095, 151936) and not choose(8, 1000, 151936)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert triton_logprob.free_bytes(cpu) == math.inf
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    assert triton_logprob.free_bytes(cuda) == 103
+
+
+def test_half_precision_tiles_take_every_width_of_32(case: Any, oracle: Any) -> None:
+    for width in (32, 160):
+        check(oracle, case(5, width, 130, HALF), HALF)
 
 
 STRIDES = """

@@ -16,6 +16,7 @@ from torch import Tensor
 import fastturn.kernels as kernels
 from fastturn.kernels import triton_epilogue, triton_rows
 from fastturn.kernels.dispatch import choose
+from fastturn.kernels.rows import Live
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
@@ -147,8 +148,9 @@ def test_tiny_weights_survive_half_precision(case: Any, oracle: Any) -> None:
     got, truth = grads["triton"], grads["reference"]
     # The result itself is float16, whose smallest step is 2^-24.
     assert (got - truth).abs().max() <= 2.0**-24 + 2e-3 * truth.abs().max()
-    assert triton_rows.float16_gain(HALF, 1e-7) == 2.0**20
-    assert triton_rows.float16_gain(torch.bfloat16, 1e-7) == 1.0
+    one = Live.of(torch.tensor([0]), torch.tensor([0]))
+    assert triton_rows.float16_gain(HALF, torch.tensor([1e-7]), one, 1.0) == 2.0**20
+    assert triton_rows.float16_gain(torch.bfloat16, torch.tensor([1e-7]), one, 1.0) == 1.0
 
 
 def test_head_gradient_is_rounded_once(case: Any, short_chunks: Any) -> None:
