@@ -56,7 +56,10 @@ def rank_main(rank: int, folder: Path) -> None:
         found[name] = {op: run_split(op, rank, **job) for op in OPS}
         again = {op: run_split(op, rank, **job) for op in OPS}
         assert all(torch.equal(found[name][op][k], again[op][k]) for op in OPS for k in again[op])
-    found["verl"] = run_verl(rank, *torch.load(folder / "verl.pt"))
+    verl = torch.load(folder / "verl.pt")
+    found["verl"] = run_verl(rank, *verl, (150, 150))
+    found["verl, uneven"] = run_verl(rank, *verl, (130, 170))
+    found["refused"] = run_refused(rank, *verl)
     found["data"] = run_data_parallel(rank, *torch.load(folder / "verl.pt"))
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -104,8 +107,10 @@ def run_split(
 HEIGHTS = ROWS.chunk_rows, ROWS.tile_rows
 
 
-def run_verl(rank: int, hidden_RD: Tensor, head_VD: Tensor, action_A: Tensor) -> dict[str, Tensor]:
-    own = head_VD.chunk(RANKS)[rank].clone().requires_grad_()
+def run_verl(
+    rank: int, hidden_RD: Tensor, head_VD: Tensor, action_A: Tensor, counts: tuple[int, int]
+) -> dict[str, Tensor]:
+    own = head_VD.split(counts)[rank].clone().requires_grad_()
     hidden_RD = hidden_RD.clone().requires_grad_()
     logprob_A, entropy_A = linear_cross_entropy(
         hidden_RD, own, action_A, 0.8, "none", dist.group.WORLD
@@ -113,6 +118,20 @@ def run_verl(rank: int, hidden_RD: Tensor, head_VD: Tensor, action_A: Tensor) ->
     grads = torch.autograd.grad((logprob_A * logprob_A + entropy_A).sum(), (hidden_RD, own))
     named = {"logprob_A": logprob_A.detach(), "entropy_A": entropy_A.detach()}
     return named | {"dhidden": grads[0], "dhead": grads[1]}
+
+
+def run_refused(rank: int, hidden_RD: Tensor, head_VD: Tensor, action_A: Tensor) -> list[str]:
+    """Messages of calls whose arguments are wrong on rank 1 only: no rank may wait for ever."""
+    own = head_VD.chunk(RANKS)[rank]
+    beyond_A = action_A.clone()
+    beyond_A[3] += 300 * rank
+    messages = []
+    for weight, labels in ((own if rank == 0 else own.float(), action_A), (own, beyond_A)):
+        try:
+            linear_cross_entropy(hidden_RD, weight, labels, 1.0, "none", dist.group.WORLD)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
 
 def loss_of(hidden_RD: Tensor, head_VD: Tensor, action_A: Tensor, part: slice) -> Tensor:
@@ -245,17 +264,28 @@ def test_equals_one_process(ranks: dict[str, Any], name: str, op: str) -> None:
         assert not joined["dhidden"][::3].any()
 
 
-def test_verl_s_process_group(ranks: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["verl", "verl, uneven"])
+def test_verl_s_process_group(ranks: dict[str, Any], name: str) -> None:
     hidden_RD, head_VD, action_A = ranks["verl"]
     leaves = [x.clone().requires_grad_() for x in (hidden_RD, head_VD)]
     logprob_A, entropy_A = kernels.linear_logprob(
         *leaves, action_A, temperature=0.8, impl="reference"
     )
     grads = torch.autograd.grad((logprob_A * logprob_A + entropy_A).sum(), leaves)
-    first, second = (found["verl"] for found in ranks["found"])
+    first, second = (found[name] for found in ranks["found"])
     got = first | {"dhead": torch.cat([first["dhead"], second["dhead"]])}
     want = {"logprob_A": logprob_A.detach(), "entropy_A": entropy_A.detach()}
     expect_equal(got, want | {"dhidden": grads[0], "dhead": grads[1]})
+
+
+def test_wrong_arguments_of_one_rank_are_refused_by_all(ranks: dict[str, Any]) -> None:
+    first, second = (found["refused"] for found in ranks["found"])
+    assert first[0] == (
+        "hidden, weight, labels: expected correct arguments on all ranks, rank 1 refused its own"
+    )
+    assert second[0] == "weight: expected torch.float64 like hidden, got torch.float32"
+    assert first[1] == second[1]
+    assert first[1].startswith("labels: expected entries in [0, 300), got ")
 
 
 def test_ranks_with_3_and_7_actions_sum_to_one_process(ranks: dict[str, Any]) -> None:
