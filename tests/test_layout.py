@@ -36,7 +36,7 @@ LEFT = (
     "cut",
 )
 # Samplers that hold the trainer's own model are the exceptions on the left: the one in this process
-# runs it, the one for vLLM servers publishes and proves it (its requests and answers hold no torch).
+# runs it, the one for vLLM servers publishes and proves it.
 IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "store", "vllm")}
 RIGHT = (
     *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "dist", "learner"),

@@ -295,6 +295,8 @@ class Fleet:
         self.traffic.prompt_tokens += reply.prompt_tokens
         self.traffic.cached_tokens += reply.cached_tokens or 0
         missing = job.places[len(reply.choices) :]
+        if missing:
+            self.on_event("engine_missing", len(missing))
         for place, choice in zip(job.places, reply.choices, strict=False):
             if job.begun is not None:
                 action_A = _joined(job.begun[0], choice.action_A)

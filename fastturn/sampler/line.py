@@ -56,7 +56,7 @@ class Line:
             status, headers = await _read_head(reader)
             try:
                 body = await _read_body(reader, headers)
-            except (asyncio.IncompleteReadError, OSError) as error:
+            except (EOFError, OSError, ValueError, asyncio.LimitOverrunError) as error:
                 raise CutShort(f"the answer ended early ({error})") from error
             kept = status < 500 and headers.get("connection", "").lower() != "close"
             return status, body

@@ -338,7 +338,7 @@ def test_weights_of_another_version_are_not_used(serve, tmp_path):
         ("truncate", "engine_truncated"),
         ("drop", "engine_connection"),
         ("abort", "engine_abort"),
-        ("missing", "engine_resampled"),
+        ("missing", "engine_missing"),
     ],
 )
 @pytest.mark.parametrize("generate", [True, False])

@@ -1,0 +1,125 @@
+"""A run whose rollouts come from servers: it trains on what they sampled and survives their end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from fastturn import trainer
+from fastturn.bench.fake_server import Fake
+from fastturn.config import Config, ConfigError, override
+from fastturn.policy import Policy
+from fastturn.recipes import quickstart
+from fastturn.records import read_lines
+from fastturn.run import RunError
+from fastturn.sampler.base import Request, SamplingParams
+from fastturn.sampler.local import LocalSampler
+from fastturn.serve import served_model
+
+PARITY = Path(__file__).parents[1] / "parity.py"
+SMALL = [
+    *(f"data.domain={PARITY}:Domain", "data.eval_tasks=6", "turns=3", "tasks=4", "iterations=2"),
+    *("warm.steps=30", "warm.batch=8", "trackers=none", "save.every=0", "sampling.turn_tokens=8"),
+    *("rollout.engine=vllm", "rollout.patience_s=0.4", "rollout.deadline_s=10"),
+]
+
+
+class Served:
+    """The recipe's model behind a stand-in; `left` sampling requests until it is away."""
+
+    def __init__(self, config: Config) -> None:
+        folder = served_model(config)
+        named = replace(config, model=replace(config.model, path=folder))
+        self.policy, _ = Policy.load(named)
+        self.lock, self.left = threading.Lock(), 10**9
+        vocabulary = len(self.policy.head().weight_VD)
+        self.fake = Fake(vocabulary=vocabulary, draw=self.draw, rpc=self.load)
+        self.fake.start()
+
+    def load(self, method: str, args: list[Any]) -> dict[str, Any]:
+        self.policy.model.load_state_dict(load_file(args[0]), strict=False)
+        return {"ok": True}
+
+    def draw(
+        self, prompt: list[int], sampling: dict[str, Any], salt: str
+    ) -> list[tuple[list[int], list[float]]]:
+        seeds = tuple(np.random.default_rng().integers(0, 2**62, sampling["n"]).tolist())
+        asked = [Request(np.array(prompt, np.int32), sampling["max_tokens"], seeds)]
+        params = SamplingParams(sampling["temperature"], tuple(sampling["stop_token_ids"]))
+        with self.lock:
+            (group,) = LocalSampler(self.policy, store_gib=0).sample(asked, params)
+            self.left -= 1
+            self.available(self.left > 0)
+        return [(done.action_A.tolist(), done.logprob_A.tolist()) for done in group]
+
+    def available(self, yes: bool) -> None:
+        self.fake.healthy, self.fake.always = yes, "" if yes else "drop"
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served(override(quickstart(), [*SMALL, "rollout.urls=http://127.0.0.1:1"]))
+    yield made
+    made.fake.stop()
+
+
+def configured(served: Served, *pairs: str) -> Config:
+    return override(quickstart(), [*SMALL, f"rollout.urls={served.fake.url}", *pairs])
+
+
+def test_it_trains_on_what_the_servers_sampled(served: Served, tmp_path: Path) -> None:
+    summary = trainer.train(configured(served), quickstart(), tmp_path / "run")
+    assert summary["iterations"] == 2 and summary["rollouts"] > 2 * 4 * 5
+    trained = [r for r in read_lines(tmp_path / "run" / "records.jsonl") if r.get("actions")]
+    assert trained and all(r["abs_log_ratio_max"] <= 1e-4 for r in trained)
+    salts = {body["cache_salt"] for body in served.fake.seen}
+    versions = {salt.partition("-")[0] for salt in salts if not salt.startswith("-")}
+    assert len(versions) >= 2 and len(salts) == len(versions) + 1  # and the one of construction
+
+
+def test_when_all_servers_end_it_saves_and_a_resumed_run_goes_on(
+    served: Served, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    served.left = 60  # the evaluation before takes fewer, two iterations more
+    with pytest.raises(RunError, match=rf"no rollout server came back.*--resume --out {out}$"):
+        trainer.train(configured(served), quickstart(), out)
+    assert list((out / "checkpoints").iterdir())
+    assert not (out / "summary.json").exists()
+    served.left = 10**9
+    served.available(True)
+    config = configured(served, "rollout.patience_s=5", "rollout.concurrency=7")
+    summary = trainer.train(config, quickstart(), out, resume=True)
+    assert summary["iterations"] == 2
+    with pytest.raises(RunError, match=r"rollout\.engine: was 'vllm', is 'local'"):
+        local = replace(config, rollout=replace(config.rollout, engine="local", urls=()))
+        trainer.train(local, quickstart(), out, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["rollout.engine=vllm"], r"rollout\.urls is empty.*fastturn serve"),
+        (["rollout.urls=http://a:1"], r"rollout\.urls=http://a:1.*set rollout\.engine=vllm"),
+        (["rollout.engine=vllm", "rollout.urls=a:1"], r"'a:1': expected addresses like http"),
+        (["rollout.engine=vllm", "rollout.urls=http://"], "expected addresses like http"),
+        (["rollout.engine=vllm", "rollout.urls=http://a:1,http://a:1/"], "named twice"),
+        (["rollout.deadline_s=0"], r"rollout\.deadline_s=0\.0: expected a positive number"),
+        (["rollout.engine=remote"], r"rollout\.engine='remote': expected one of local, vllm"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(pairs: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(Config(), pairs)
+
+
+def test_an_adapter_carrier_without_an_adapter_is_refused(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.carrier=lora: this run trains whole weights"):
+        trainer.train(configured(served, "rollout.carrier=lora"), quickstart(), tmp_path / "run")
