@@ -155,7 +155,13 @@ def test_a_failing_run_keeps_its_status(checkout):
     assert checkout.run("train")[0] == 130
 
 
+def engine(checkout: Checkout, text: str) -> None:
+    """Another setup of the vLLM server."""
+    (checkout.root / "scripts" / "setup_vllm_cpu").write_text(text)
+
+
 def test_test_runs_every_check_and_ends_with_pytest(checkout):
+    engine(checkout, "")
     status, out, _ = checkout.run("test")
     lines = [line for line in out.splitlines() if not line.startswith("test: ")]
     assert status == 0
@@ -164,7 +170,26 @@ def test_test_runs_every_check_and_ends_with_pytest(checkout):
     assert out.splitlines()[-1] == lines[3] and len(lines) == 4
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"), [(1, "its setup failed"), (3, "none is built for this machine")]
+)
+def test_a_server_that_cannot_be_set_up_is_said_and_fails_nothing(code, reason, checkout):
+    engine(checkout, f"echo the network is away >&2\nexit {code}\n")
+    status, out, err = checkout.run("test")
+    assert status == 0 and "the network is away" in err and "error: failed" not in err
+    assert f"test: no vLLM server here ({reason}); its tests are skipped" in out.splitlines()
+    assert out.splitlines()[-1] == "pytest -m not slow"
+
+
+def test_the_server_is_set_up_for_the_whole_suite_and_not_for_a_selection(checkout):
+    engine(checkout, "echo set up\n")
+    assert "set up" in checkout.run("test")[1].splitlines()
+    assert "set up" in checkout.run("test", "--slow")[1].splitlines()
+    assert "set up" not in checkout.run("test", "tests/test_x.py")[1].splitlines()
+
+
 def test_test_selects(checkout):
+    engine(checkout, "")
     assert checkout.run("test", "tests/test_x.py", "-k", "a or b")[1].splitlines()[-1] == (
         "pytest -m not slow tests/test_x.py -k a or b"
     )
@@ -173,6 +198,7 @@ def test_test_selects(checkout):
 
 @pytest.mark.parametrize(("program", "code"), [("ruff", 1), ("mypy", 2), ("pytest", 5)])
 def test_test_keeps_the_status_of_what_failed(program, code, checkout):
+    engine(checkout, "")
     checkout.program(program, f"#!/bin/sh\nexit {code}\n")
     status, out, err = checkout.run("test")
     assert status == code and f"error: failed: {program}" in err
