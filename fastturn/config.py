@@ -107,6 +107,14 @@ class Rollouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Dist:
+    """How weights are split over the processes of a run (`--nproc`, torchrun)."""
+
+    shard_ranks: int = 0  # ranks that share one copy of the weights; 0: all of them
+    cpu_offload: bool = False  # shards, gradients and moments wait in host memory
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything a run needs. See `docs/configuration.md` for every key with its meaning."""
 
@@ -134,6 +142,7 @@ class Config:
     warm: Warm = field(default_factory=Warm)
     save: Save = field(default_factory=Save)
     rollout: Rollouts = field(default_factory=Rollouts)
+    dist: Dist = field(default_factory=Dist)
 
 
 def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -208,6 +217,7 @@ NON_NEGATIVE = (
     *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
     *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm", "rollout.patience_s"),
+    "dist.shard_ranks",
 )
 
 

@@ -94,6 +94,11 @@ def load(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def reload(folder: Path, config: Config) -> PreTrainedModel:
+    """The model that this run saved in `folder`, as it was."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(config))
+
+
 def _shape(folder: str | Path) -> Any:
     """The model's configuration, or what is wrong with `model.path`."""
     path = Path(folder)

@@ -1,0 +1,107 @@
+"""Weights split over ranks (FSDP2), and whole again where something needs them whole.
+
+Every block is a unit that is gathered before its forward and backward pass and split again behind
+them; the rest (embeddings, norm, head) is the root's, gathered while the loss is computed inside
+the root's forward. Weights of the loss are final before they reach a rank, so gradients are summed
+over ranks, never averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from fastturn.dist import World
+from fastturn.policy import Policy
+
+
+def shard(policy: Policy, world: World, cpu_offload: bool = False) -> Policy:
+    """Split the weights over the ranks of `world.mesh` in place; one process keeps them whole.
+
+    `cpu_offload`: shards, gradients and moments stay in host memory between uses.
+    All ranks must hold the same weights. Returns `policy`.
+    """
+    if world.mesh is None:
+        return policy
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for block in blocks(policy.model):
+        fully_shard(block, mesh=world.mesh, offload_policy=offload)
+    fully_shard(policy, mesh=world.mesh, offload_policy=offload)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(policy, "score")
+    return policy
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The repeated layers, by the names that the model itself says must not be split."""
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    return found or list(model.base_model.layers)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with all its elements; gathered (by all ranks together) when it is split."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter, one at a time; tied ones once. All ranks together:
+    each must take every item."""
+    for name, parameter in model.named_parameters():
+        yield name, whole(parameter.detach())
+
+
+def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """All parameters in host memory on ranks that `keep`; {} on the others, which take part."""
+    state = {}
+    for name, tensor in gathered(model):
+        if keep:
+            state[name] = tensor.cpu()
+    return state
+
+
+class Mirror:
+    """The policy to sample from in this process: itself when its weights are whole, else a whole
+    copy that `refresh` brings up to date. (Decoding from split weights would gather all of them
+    again for every token.) None on a rank that does not `keep` one."""
+
+    def __init__(self, policy: Policy, world: World, keep: bool = True) -> None:
+        """Before `shard`. All ranks hold the same weights, so the copy is up to date."""
+        self.source = policy
+        self.policy: Policy | None = policy
+        if world.size > 1:
+            self.policy = _copied(policy) if keep else None
+        self._version: int | None = None
+
+    @torch.no_grad()
+    def refresh(self, version: int | None = None) -> None:
+        """The weights of `version` from now on; nothing is sent when they are here already. None:
+        whatever the source holds."""
+        if self.policy is self.source or (version is not None and version == self._version):
+            return
+        own = dict(self.policy.model.named_parameters()) if self.policy else {}
+        for name, tensor in gathered(self.source.model):
+            if name in own:
+                own[name].copy_(tensor)
+        self._version = version
+
+
+def _copied(policy: Policy) -> Policy:
+    model = copy.deepcopy(policy.model).requires_grad_(False)
+    return Policy(model, policy.impl)
