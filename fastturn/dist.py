@@ -71,8 +71,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._named("gather"):
-            dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: T) -> T:
@@ -80,8 +79,7 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value if self.leader else None]
-        with self._named("broadcast"):
-            dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -145,17 +143,6 @@ class World:
                 total[name] = join(total[name], value) if name in total else value
         return total
 
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # torch's errors of transport and time-out
-            raise DistError(
-                f"{who(self.rank, self.size)}: the {what} of all ranks failed, because another "
-                f"rank has ended or was silent for {COLLECTIVE_S:g} s ({_line(error)}); its own "
-                f"error, if it left one, is in this output"
-            ) from error
-
 
 class Clock(Protocol):
     def span(self, name: str) -> AbstractContextManager[Any]: ...
@@ -217,7 +204,15 @@ def open_world(device: str = "auto", shard_ranks: int = 0) -> Iterator[World]:
         timeout=timedelta(seconds=COLLECTIVE_S),
         device_id=kind if kind.type == "cuda" else None,
     )
-    yield World(rank, size, kind, init_device_mesh(kind.type, shape, mesh_dim_names=names))
+    try:
+        yield World(rank, size, kind, init_device_mesh(kind.type, shape, mesh_dim_names=names))
+    except RuntimeError as error:
+        if not _of_transport(error):
+            raise
+        raise DistError(
+            f"{who(rank, size)}: a collective failed, because another rank has ended or was silent "
+            f"for {COLLECTIVE_S:g} s ({_line(error)}); the error of that rank says why"
+        ) from error
     # Only after success: with a dead peer it may wait, and the process is about to end anyway.
     dist.destroy_process_group()
 
@@ -309,6 +304,11 @@ def _portable(error: Exception) -> Exception:
     except Exception:  # any class may forbid either half in its own way
         return DistError(f"{who()}: {type(error).__name__}: {error}")
     return error
+
+
+def _of_transport(error: RuntimeError) -> bool:
+    """Whether torch could not reach another rank; gloo has no error class of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _line(error: BaseException) -> str:

@@ -152,13 +152,14 @@ def _orthogonal(update: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Singular values moved to about 1 (.7 to 1.2), singular vectors kept, in bfloat16.
+    """Singular values moved to about 1 (.7 to 1.2), singular vectors kept; bfloat16 on GPUs, where
+    it is fast and the steps correct its rounding, elsewhere the dtype of the matrix.
 
     Five steps of the quintic `x <- a x + (b xx' + c (xx')^2) x` from unit Frobenius norm, with the
     coefficients that grow small singular values fastest. A zero matrix stays zero.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.bfloat16()
+    x = matrix.bfloat16() if matrix.is_cuda else matrix
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / x.norm().clamp(min=1e-7)
