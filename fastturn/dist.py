@@ -313,4 +313,5 @@ def _of_transport(error: RuntimeError) -> bool:
 
 def _line(error: BaseException) -> str:
     """The first line of an error of torch, which adds its C++ stack to them."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line.split(". This is typically")[0][:300]

@@ -18,15 +18,11 @@ from fastturn.types import Completion
 Build = Callable[[Config, Policy, "Meter | Follower", Progress], Sampler]
 
 
-def _local(
-    config: Config, policy: Policy, meter: Meter | Follower, progress: Progress
-) -> Sampler:
+def _local(config: Config, policy: Policy, meter: Meter | Follower, progress: Progress) -> Sampler:
     return LocalSampler(policy)
 
 
-def _vllm(
-    config: Config, policy: Policy, meter: Meter | Follower, progress: Progress
-) -> Sampler:
+def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Progress) -> Sampler:
     # Here, because carriers and the HTTP client cost time that local runs need not spend.
     from fastturn.carriers import CARRIERS
     from fastturn.sampler.vllm import VllmSampler
@@ -59,9 +55,7 @@ class Absent:
     version = 0
     stats = SamplerStats()
 
-    def sample(
-        self, requests: Sequence[Request], params: SamplingParams
-    ) -> list[list[Completion]]:
+    def sample(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         assert not requests, "this rank has no share of the rollouts"
         return []
 

@@ -384,10 +384,12 @@ def saved_when_servers_fail(run: Run) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        if run.world.size == 1:  # the other ranks are not here, and shards need all of them
+        saved = run.world.size == 1  # shards need all ranks, and the others are not here
+        if saved:
             run.save()
+        state = "The run is saved" if saved else "The last checkpoint is whole"
         raise RunError(
-            f"{error}. The run is saved; go on with the same command and --resume --out {run.out}"
+            f"{error}. {state}; go on with the same command and --resume --out {run.out}"
         ) from error
 
 
