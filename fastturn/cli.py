@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastturn.config import Config, ConfigError, override
+from fastturn import __version__
+from fastturn.config import Config, ConfigError, as_dict, override
 
 if TYPE_CHECKING:
     from fastturn.dist import World
@@ -70,15 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if status is None:
             raise
         note = "; what is on the disk is whole, --resume goes on"
-        print(f"{_rank()}error: {error}{note * isinstance(error, OSError)}", file=sys.stderr)
+        print(f"error: {_rank()}{error}{note * isinstance(error, OSError)}", file=sys.stderr)
         return status
 
 
 def _rank() -> str:
     """Which of several processes speaks; nothing when there is one."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
         return ""
-    return f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}: "
+    return f"rank {os.environ.get('RANK', '?')} of {size} on {socket.gethostname()}: "
 
 
 def _leave_for_launcher(error: Exception) -> None:
@@ -195,6 +197,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_here(options: argparse.Namespace, config: Config, recipe: Config, world: World) -> None:
     """Train as one rank of `world`; the leader chooses the folder."""
+    asked = {"--out": str(options.out), "--resume": options.resume}
+    world.agree("configuration", as_dict(config) | asked | {"version": __version__})
     was_there = options.out is not None and options.out.exists()
     out = world.first(lambda: _run_folder(options.out, options.resume, config))
     # A run may be killed before its first file is written; resuming it starts it.

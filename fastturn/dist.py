@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fastturn.config import ConfigError
 
 T = TypeVar("T")
-START_S = 45.0
+START_S = 30.0
 COLLECTIVE_S = 1800.0
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class DistError(RuntimeError):
-    """The processes of a run did not come together, or do not agree; names rank and host."""
+    """The processes of a run did not come together, do not agree, or lost each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +210,8 @@ def open_world(device: str = "auto", shard_ranks: int = 0) -> Iterator[World]:
         if not _of_transport(error):
             raise
         raise DistError(
-            f"{who(rank, size)}: a collective failed, because another rank has ended or was silent "
-            f"for {COLLECTIVE_S:g} s ({_line(error)}); the error of that rank says why"
+            f"a collective failed, because another rank has ended or was silent for "
+            f"{COLLECTIVE_S:g} s ({_line(error)}); the error of that rank says why"
         ) from error
     # Only after success: with a dead peer it may wait, and the process is about to end anyway.
     dist.destroy_process_group()
@@ -230,13 +230,6 @@ def mesh_shape(size: int, shard_ranks: int) -> tuple[tuple[int, ...], tuple[str,
             f"{shard_ranks}; set a divisor of {size}, or 0 to shard over all of them"
         )
     return (size // shard_ranks, shard_ranks), ("replicate", "shard")
-
-
-def who(rank: int | None = None, size: int | None = None) -> str:
-    """ "rank 1 of 2 on host"; without arguments of this process by its environment."""
-    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-    size = int(os.environ.get("WORLD_SIZE", 1)) if size is None else size
-    return f"rank {rank} of {size} on {socket.gethostname()}"
 
 
 def _place() -> tuple[int, int]:
@@ -261,8 +254,8 @@ def _own_device(device: str, rank: int, size: int) -> torch.device:
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
         raise DistError(
-            f"{who(rank, size)} is process {local} of its machine, which has {count} CUDA "
-            f"devices; start at most {count} processes here, or set device=cpu"
+            f"rank {rank} of {size} is process {local} of {socket.gethostname()}, which has {count} "
+            f"CUDA devices; start at most {count} processes here, or set device=cpu"
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
@@ -272,6 +265,8 @@ def _meet(rank: int, size: int) -> Any:
     """The store that all ranks have reached, or `DistError` naming those that have not."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
+        if rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            _wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
     except (RuntimeError, OSError, ValueError) as error:
         cause = (
@@ -280,16 +275,14 @@ def _meet(rank: int, size: int) -> Any:
             else f"not all of {size} ranks came within {START_S:g} s, or another program answers "
             f"there; start all ranks with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
         )
-        raise DistError(
-            f"{who(rank, size)}: no meeting at {place}: {cause}. ({_line(error)})"
-        ) from error
+        raise DistError(f"no meeting at {place}: {cause}. ({_line(error)})") from error
     keys = [f"present/{other}" for other in range(size)]
     store.set(keys[rank], socket.gethostname())
     deadline_s = time.monotonic() + START_S
     while missing := [other for other in range(size) if not store.check([keys[other]])]:
         if time.monotonic() > deadline_s:
             raise DistError(
-                f"{who(rank, size)}: {'ranks' if len(missing) > 1 else 'rank'} "
+                f"{'ranks' if len(missing) > 1 else 'rank'} "
                 f"{', '.join(map(str, missing))} did not come to {place} within {START_S:g} s; "
                 f"start all {size} ranks, or a smaller WORLD_SIZE"
             )
@@ -297,12 +290,25 @@ def _meet(rank: int, size: int) -> Any:
     return store
 
 
+def _wait_for_port(host: str, port: int) -> None:
+    """Until rank 0 listens; torch's own wait takes several times what it is given."""
+    deadline_s = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
+
+
 def _portable(error: Exception) -> Exception:
     """The error itself if it survives being sent to another process, else its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # any class may forbid either half in its own way
-        return DistError(f"{who()}: {type(error).__name__}: {error}")
+        return DistError(f"rank 0: {type(error).__name__}: {error}")
     return error
 
 

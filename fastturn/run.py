@@ -179,7 +179,6 @@ def open_run(
     holds one of another configuration (the differing keys are named).
     """
     preflight(config)
-    world.agree("configuration", as_dict(config) | {"--out": str(out), "--resume": resume})
     world.first(lambda: check_folder(out, config, resume))
     with ExitStack() as stack:
         world.first(lambda: stack.enter_context(alone(out)))

@@ -11,6 +11,7 @@ import pytest
 
 from fastturn import cli, plan
 from fastturn.config import Config, ConfigError, Model, override
+from fastturn.dist import World
 from fastturn.recipes import RECIPES
 
 
@@ -35,7 +36,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
     """Calls that reach the trainer, which is replaced: it only claims the folder."""
     calls: list[tuple[Any, ...]] = []
 
-    def train(config: Config, recipe: Config, out: Path, resume: bool) -> dict[str, Any]:
+    def train(
+        config: Config, recipe: Config, out: Path, resume: bool, world: World
+    ) -> dict[str, Any]:
         calls.append((config, recipe, out, resume))
         (out / "config.json").write_text("{}")
         return {}
@@ -147,7 +150,7 @@ def test_bad_input_found_by_the_run_leaves_no_folder(
 ):
     """Unless the folder was there before, or training had begun."""
 
-    def train(config: Config, recipe: Config, out: Path, resume: bool) -> None:
+    def train(config: Config, recipe: Config, out: Path, resume: bool, world: World) -> None:
         (out / "config.json").write_text("{}")
         (out / "records.jsonl").write_text(records)
         raise ConfigError("data.path='': expected tasks")
