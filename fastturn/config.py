@@ -40,12 +40,17 @@ class Model:
     or empty for a small Qwen3 of `layers` x `width` built in the run."""
 
     path: str = ""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "mixed"] = "float32"
     layers: int = 2
     width: int = 64
     vocabulary: int = 334  # ids of the tokenizer built for it
     max_context: int = 512
     gradient_checkpointing: bool = False
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What is computed in; "mixed" keeps weights, gradients and moments in float32."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fastturn.config import ConfigError
 
 T = TypeVar("T")
-START_S = 30.0
+START_S = 40.0
 COLLECTIVE_S = 1800.0
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,8 +45,8 @@ class DistError(RuntimeError):
 class World:
     """This process among the processes of the run.
 
-    `mesh`: None for one process; else dimension "shard", after "replicate" when weights are sharded
-    within groups of ranks only. Collectives carry Python objects, so sums are added in rank order
+    `mesh`: None for one process (unless asked for); else dimension "shard", after "replicate" when
+    weights are sharded within groups of ranks only. Collectives carry Python objects, so sums are added in rank order
     and are the same bits on every rank.
     Example: `World.single().sum({"loss": 2.0})` is `{"loss": 2.0}`.
     """
@@ -181,15 +181,19 @@ class LeaderOnly:
 
 
 @contextmanager
-def open_world(device: str = "auto", shard_ranks: int = 0) -> Iterator[World]:
+def open_world(
+    device: str = "auto", shard_ranks: int = 0, *, mesh: bool = False
+) -> Iterator[World]:
     """The world that the environment describes: torchrun's variables, or none for one process.
 
-    `shard_ranks`: ranks that share one copy of the weights (0: all of them).
+    `shard_ranks`: ranks that share one copy of the weights (0: all of them). `mesh`: make one even
+    for one process, for what FSDP does besides splitting (mixed precision, offload).
     Raises `DistError` or `ConfigError` on every rank, within about `START_S`, when ranks are
     missing, the port is taken, there are fewer devices than ranks, or the mesh does not fit.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World.single(device)
+        with _mesh_of_one(device) if mesh else nullcontext(World.single(device)) as world:
+            yield world
         return
     rank, size = _place()
     shape, names = mesh_shape(size, shard_ranks)
@@ -215,6 +219,17 @@ def open_world(device: str = "auto", shard_ranks: int = 0) -> Iterator[World]:
         ) from error
     # Only after success: with a dead peer it may wait, and the process is about to end anyway.
     dist.destroy_process_group()
+
+
+@contextmanager
+def _mesh_of_one(device: str) -> Iterator[World]:
+    alone = World.single(device)
+    backend = "cpu:gloo,cuda:nccl" if alone.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield replace(alone, mesh=init_device_mesh(alone.device.type, (1,)))
+    finally:
+        dist.destroy_process_group()
 
 
 def mesh_shape(size: int, shard_ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -254,7 +269,7 @@ def _own_device(device: str, rank: int, size: int) -> torch.device:
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
         raise DistError(
-            f"rank {rank} of {size} is process {local} of {socket.gethostname()}, which has {count} "
+            f"process {local} of {socket.gethostname()} has no device: there are {count} "
             f"CUDA devices; start at most {count} processes here, or set device=cpu"
         )
     torch.cuda.set_device(local)

@@ -77,7 +77,8 @@ def sampling_side(
     leader's to talk to, and the others get what it sampled.
     """
     inside = config.rollout.engine == "local"
-    mirror = Mirror(policy, world, keep=inside or world.leader)
+    mixed = config.model.dtype == "mixed"
+    mirror = Mirror(policy, world, keep=inside or world.leader, mixed=mixed)
     made: list[Sampler] = []
 
     def build() -> None:

@@ -126,7 +126,8 @@ class Learner:
                 step = self.step(batches, objective, self.optimizers, version)
                 if first is None:
                     first = step
-                    prove_logprobs(step.peaks["abs_log_ratio"], self.policy.head().weight_VD.dtype)
+                    dtype = getattr(torch, self.config.model.compute_dtype)
+                    prove_logprobs(step.peaks["abs_log_ratio"], dtype)
                 _merge(total, step)
         return stage_record(shown, total, first), shown
 

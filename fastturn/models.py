@@ -221,4 +221,4 @@ def _convert_smollm2(gguf: Path, folder: Path) -> None:
 
 
 def _dtype(config: Config) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32

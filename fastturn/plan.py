@@ -149,8 +149,9 @@ def memory_gib(config: Config) -> dict[str, float]:
     shape = shape_of(config)
     if shape is None:
         return {}
-    size = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    weights = shape.parameters * size
+    size = {"float32": 4, "bfloat16": 2}[config.model.compute_dtype]
+    mixed = config.model.dtype == "mixed"
+    weights = shape.parameters * (4 if mixed else size)
     derived = derive(config)
     tokens = derived["tokens_microbatch"]
     kept_layers = 1 if config.model.gradient_checkpointing else shape.layers
@@ -165,6 +166,7 @@ def memory_gib(config: Config) -> dict[str, float]:
         "weights": weights,
         "gradients": weights,
         "AdamW moments": 2 * weights,
+        "weights to sample from": shape.parameters * size if mixed else 0,
         "reference weights": weights if config.loss.kl_coef > 0 else 0,
         "activations of a micro-batch": activations * size,
         "logits of a head chunk": min(logits, HEAD_BYTES.get(config.device, HEAD_BYTES["cpu"])),

@@ -160,7 +160,7 @@ class Run:
             reference: Any = models.reload(folder, config)
             frozen = Policy(reference.to(self.world.device), config.attention)
             frozen.requires_grad_(False)
-            self.learner.reference = shard(frozen, self.world, config.dist.cpu_offload)
+            self.learner.reference = _sharded(frozen, config, self.world)
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def _build(
     progress.say(f"attention: {choice.impl} ({choice.why})")
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
     mirror, sampler, peers = sampling_side(config, policy, world, meter, progress)
-    shard(policy, world, config.dist.cpu_offload)
+    _sharded(policy, config, world)
     rollout = Rollout(
         *(domain, renderer, sampler, config, meter), peers=peers
     )  # fmt: skip
@@ -316,6 +316,11 @@ def _build(
         world=world,
         mirror=mirror,
     )
+
+
+def _sharded(policy: Policy, config: Config, world: World) -> Policy:
+    mixed = config.model.dtype == "mixed"
+    return shard(policy, world, mixed=mixed, cpu_offload=config.dist.cpu_offload)
 
 
 def _make_tokenizer(config: Config, domain: Domain, folder: Path) -> None:

@@ -17,28 +17,45 @@ from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
+from fastturn.config import ConfigError
 from fastturn.dist import World
 from fastturn.policy import Policy
 
 
-def shard(policy: Policy, world: World, cpu_offload: bool = False) -> Policy:
-    """Split the weights over the ranks of `world.mesh` in place; one process keeps them whole.
+def shard(
+    policy: Policy, world: World, *, mixed: bool = False, cpu_offload: bool = False
+) -> Policy:
+    """Split the weights over the ranks of `world.mesh` in place; without a mesh they stay whole.
 
+    `mixed`: what is gathered is bfloat16; shards, reduced gradients and moments stay float32.
     `cpu_offload`: shards, gradients and moments stay in host memory between uses.
-    All ranks must hold the same weights. Returns `policy`.
+    All ranks must hold the same weights. Returns `policy`. Raises `ConfigError` for options that
+    need a mesh where there is none.
     """
     if world.mesh is None:
+        if mixed or cpu_offload:
+            raise ConfigError(
+                f"{'model.dtype=mixed' if mixed else 'dist.cpu_offload=true'}: expected a world "
+                f"with a mesh; open it with dist.open_world(mesh=True), as fastturn train does"
+            )
         return policy
+    # Inputs are not cast: the blocks get what the embedding gave, and log-probabilities of the
+    # reference policy must not be rounded.
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if mixed else None,
+        reduce_dtype=torch.float32 if mixed else None,
+        cast_forward_inputs=False,
+    )
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for block in blocks(policy.model):
-        fully_shard(block, mesh=world.mesh, offload_policy=offload)
-    fully_shard(policy, mesh=world.mesh, offload_policy=offload)
+    for unit in (*blocks(policy.model), policy):
+        fully_shard(unit, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -81,12 +98,15 @@ class Mirror:
     copy that `refresh` brings up to date. (Decoding from split weights would gather all of them
     again for every token.) None on a rank that does not `keep` one."""
 
-    def __init__(self, policy: Policy, world: World, keep: bool = True) -> None:
-        """Before `shard`. All ranks hold the same weights, so the copy is up to date."""
+    def __init__(
+        self, policy: Policy, world: World, *, keep: bool = True, mixed: bool = False
+    ) -> None:
+        """Before `shard`. All ranks hold the same weights, so the copy is up to date. `mixed`: the
+        copy is bfloat16, as what the split weights are gathered to."""
         self.source = policy
         self.policy: Policy | None = policy
-        if world.size > 1:
-            self.policy = _copied(policy) if keep else None
+        if world.mesh is not None:
+            self.policy = _copied(policy, mixed) if keep else None
         self._version: int | None = None
 
     @torch.no_grad()
@@ -102,6 +122,6 @@ class Mirror:
         self._version = version
 
 
-def _copied(policy: Policy) -> Policy:
+def _copied(policy: Policy, mixed: bool) -> Policy:
     model = copy.deepcopy(policy.model).requires_grad_(False)
-    return Policy(model, policy.impl)
+    return Policy(model.to(torch.bfloat16) if mixed else model, policy.impl)

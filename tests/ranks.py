@@ -143,6 +143,15 @@ def sharded(world: World, found: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     policy = policy_of("qwen3", replace(world, mesh=mesh))
     found["replicas"] = gradients(policy, cut("3-7 in 2", world.rank))
+    policy = Policy(tiny("qwen3", torch.float32)).train()
+    mirror = Mirror(policy, world, mixed=True)
+    shard(policy, world, mixed=True)
+    found["mixed"] = gradients(policy, cut("3-7 in 2", world.rank))
+    found["mixed dtypes"] = (
+        {p.dtype for p in policy.parameters()},
+        mirror.policy.head().weight_VD.dtype,
+    )
+    policy = policy_of("qwen3", world)
     batch = cut("3-7 in 1", world.rank)[0]
     found["score"] = policy.score(batch, 0.7)
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from fastturn import checkpoint, trainer
-from fastturn.config import ConfigError
+from fastturn.config import ConfigError, override
 from fastturn.dist import DistError, World, mesh_shape, open_world
 from fastturn.pack import pack
+from fastturn.policy import Policy
 from fastturn.recipes import quickstart
 from fastturn.records import read_lines, untimed
 
@@ -113,6 +114,28 @@ def test_replicas_beside_shards_and_scores(found):
         assert error(found[rank]["replicas"], want) <= 1e-6
         score_A = policy.score(ranks.cut("3-7 in 1", rank)[0], 0.7)
         torch.testing.assert_close(found[rank]["score"], score_A, atol=1e-6, rtol=0)
+
+
+def test_mixed_precision_keeps_weights_and_gradients_in_float32(found):
+    """Its gradients are as far from the truth as those of a model that is bfloat16 throughout."""
+    want = ranks.gradients(ranks.policy_of("qwen3", ONE), pack(ranks.groups(), 10_000))
+    half = Policy(ranks.tiny("qwen3", torch.bfloat16)).train()
+    rounded = ranks.gradients(half, pack(ranks.groups(), 10_000))
+    for one in found:
+        assert one["mixed dtypes"] == ({torch.float32}, torch.bfloat16)
+        assert all(gradient.dtype == torch.float32 for gradient in one["mixed"].values())
+        assert 0 < error(one["mixed"], want) <= 2 * error(rounded, want)
+
+
+def test_mixed_precision_and_offload_run_as_one_process(tmp_path):
+    pairs = ["model.dtype=mixed", "dist.cpu_offload=true", "iterations=1", "loss.kl_coef=0.01"]
+    config = override(ranks.settings(), pairs)
+    with pytest.raises(ConfigError, match="model.dtype=mixed: expected a world with a mesh"):
+        trainer.train(config, quickstart(), tmp_path / "refused")
+    with open_world("cpu", mesh=True) as world:
+        trainer.train(config, quickstart(), tmp_path / "run", world=world)
+    stages = [record for record in records(tmp_path / "run") if record["kind"] == "stage"]
+    assert any(record["steps"] for record in stages)
 
 
 @pytest.mark.parametrize("name", ranks.OPTIMISERS)
