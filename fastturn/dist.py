@@ -46,8 +46,8 @@ class World:
     """This process among the processes of the run.
 
     `mesh`: None for one process (unless asked for); else dimension "shard", after "replicate" when
-    weights are sharded within groups of ranks only. Collectives carry Python objects, so sums are added in rank order
-    and are the same bits on every rank.
+    weights are sharded within groups of ranks only. Collectives carry Python objects, so sums are
+    added in rank order and are the same bits on every rank.
     Example: `World.single().sum({"loss": 2.0})` is `{"loss": 2.0}`.
     """
 

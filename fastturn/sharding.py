@@ -53,7 +53,8 @@ def shard(
         reduce_dtype=torch.float32 if mixed else None,
         cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    pinned = world.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     for unit in (*blocks(policy.model), policy):
         fully_shard(unit, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():

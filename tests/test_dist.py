@@ -130,7 +130,7 @@ def test_mixed_precision_keeps_weights_and_gradients_in_float32(found):
 def test_mixed_precision_and_offload_run_as_one_process(tmp_path):
     pairs = ["model.dtype=mixed", "dist.cpu_offload=true", "iterations=1", "loss.kl_coef=0.01"]
     config = override(ranks.settings(), pairs)
-    with pytest.raises(ConfigError, match="model.dtype=mixed: expected a world with a mesh"):
+    with pytest.raises(ConfigError, match=r"model\.dtype=mixed: expected a world with a mesh"):
         trainer.train(config, quickstart(), tmp_path / "refused")
     with open_world("cpu", mesh=True) as world:
         trainer.train(config, quickstart(), tmp_path / "run", world=world)
