@@ -125,4 +125,4 @@ class Mirror:
 
 def _copied(policy: Policy, mixed: bool) -> Policy:
     model = copy.deepcopy(policy.model).requires_grad_(False)
-    return Policy(model.to(torch.bfloat16) if mixed else model, policy.impl)
+    return Policy(model.to(torch.bfloat16) if mixed else model, policy.backend.attention)
