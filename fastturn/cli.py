@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--resume", action="store_true", help="continue the run in the folder")
     train.add_argument(
-        "--nproc", type=int, default=0, metavar="N", help="processes on this machine, one a GPU"
+        "--nproc", type=_count, default=1, metavar="N", help="processes on this machine, one a GPU"
     )
     train.add_argument(
         "--dry-run", action="store_true", help="print the plan of the run and start nothing"
@@ -161,6 +161,12 @@ def _command(
     )
     parser.set_defaults(command=run)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes, at least 1")
+    return int(text)
 
 
 def _add_pairs(parser: argparse.ArgumentParser) -> None:

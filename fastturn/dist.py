@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -280,9 +281,7 @@ def _meet(rank: int, size: int) -> Any:
     """The store that all ranks have reached, or `DistError` naming those that have not."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        if rank and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            _wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
+        store = _store()
     except (RuntimeError, OSError, ValueError) as error:
         cause = (
             "the port is in use by another program; choose another --master-port"
@@ -305,17 +304,25 @@ def _meet(rank: int, size: int) -> Any:
     return store
 
 
-def _wait_for_port(host: str, port: int) -> None:
-    """Until rank 0 listens; torch's own wait takes several times what it is given."""
-    deadline_s = time.monotonic() + START_S
-    while True:
+def _store() -> Any:
+    """torch's key-value store of the run. In a thread of its own, because torch waits several times
+    as long as it is told for an address that takes connections and never answers."""
+    result: list[Any] = []
+
+    def open_store() -> None:
         try:
-            socket.create_connection((host, port), timeout=5.0).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.2)
+            result.append(next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0])
+        except (RuntimeError, OSError, ValueError) as error:
+            result.append(error)
+
+    thread = threading.Thread(target=open_store, daemon=True)
+    thread.start()
+    thread.join(START_S + 2)
+    if not result:
+        raise TimeoutError("connected, but nothing answered")
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
 
 
 def _portable(error: Exception) -> Exception:
