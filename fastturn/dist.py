@@ -9,7 +9,8 @@
 nothing else asks how many there are. All ranks call the same methods in the same order.
 
 A rank that fails leaves with its error in the file that the launcher named for it; the launcher
-(torchrun's agent) then ends the others. Waiting is bounded: `START_S` for ranks to appear,
+(torchrun's agent) then ends the others of its machine, and the lifeline those of other machines.
+Waiting is bounded: `START_S` for ranks to appear,
 `COLLECTIVE_S` for the slowest rank in a collective (one may still be sampling).
 """
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastturn.config import ConfigError
+from fastturn.lifeline import Lifeline
 
 T = TypeVar("T")
 START_S = 40.0
@@ -209,8 +211,12 @@ def open_world(
         timeout=timedelta(seconds=COLLECTIVE_S),
         device_id=kind if kind.type == "cuda" else None,
     )
+    line = Lifeline(rank, size, store, host=os.environ["MASTER_ADDR"], start_s=START_S)
     try:
         yield World(rank, size, kind, init_device_mesh(kind.type, shape, mesh_dim_names=names))
+    except KeyboardInterrupt:
+        line.close()  # all ranks stop together
+        raise
     except RuntimeError as error:
         if not _of_transport(error):
             raise
@@ -218,6 +224,7 @@ def open_world(
             f"a collective failed, because another rank has ended or was silent for "
             f"{COLLECTIVE_S:g} s ({_line(error)}); the error of that rank says why"
         ) from error
+    line.close()
     # Only after success: with a dead peer it may wait, and the process is about to end anyway.
     dist.destroy_process_group()
 

@@ -88,7 +88,9 @@ def warm_start(run: Run) -> None:
         while cursor.warm_step < config.warm.steps:
             tasks = pick(run, cursor.warm_step, config.warm.batch, "warm")
             key = (config.seed, "warm", cursor.warm_step)
-            shown = demonstrate(run.domain, run.rollout.renderer, tasks, config.turns, key)
+            own = run.rollout.peers.mine(tasks)
+            shown = demonstrate(run.domain, run.rollout.renderer, own, config.turns, key)
+            shown = run.rollout.peers.join(shown)
             batches = learner.pack(supervised(shown))
             lr = run.learner.optimizers.lr
             step = learner.step(batches, objective, learner.optimizers)

@@ -65,7 +65,7 @@ def groups(count: int = 10) -> list[list[Credit]]:
 
 def empty() -> PackedBatch:
     (batch,) = pack(groups(1), 10_000)
-    names = [field.name for field in fields(PackedBatch) if field.name != "tokens_flat"]
+    names = [f.name for f in fields(PackedBatch) if f.name not in ("tokens_flat", "plans")]
     return PackedBatch(**{name: getattr(batch, name)[:0] for name in names}, tokens_flat=0)
 
 

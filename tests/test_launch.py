@@ -169,6 +169,27 @@ def test_missing_ranks_are_missed_within_a_minute(tmp_path, absent):
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_missed_without_launcher_or_collective():
+    """The survivor waits for nothing and computes nothing; no launcher watches either of them."""
+    port = free_port()
+    code = "import time; from fastturn.dist import open_world\n"
+    code += "with open_world('cpu'): print('here', flush=True); time.sleep(300)"
+    ranks = []
+    for number in (0, 1):
+        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1"}
+        environment |= {name: str(value) for name, value in place.items()}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], env=environment, **streams))
+    assert all("here" in process.stdout.readline() for process in ranks)
+    ranks[1].kill()
+    status, text, seconds = ends(ranks[0])
+    ranks[1].communicate()
+    assert status == 1 and seconds < MINUTE_S
+    assert f"rank 1 on {socket.gethostname()} is gone" in text
+
+
+@pytest.mark.slow
 def test_a_port_in_use_is_named_on_every_rank(tmp_path):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -40,7 +40,7 @@ LEFT = (
 IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "store", "vllm")}
 RIGHT = (
     *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "learner"),
-    *("dist", "sharding"),
+    *("dist", "sharding", "lifeline"),
     *("meter", "records", "trackers", "provenance"),
 )
 TEXT = ("render", "template", "envs", "tokenizer", "demos", "transcripts", "tree")
