@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fastturn.dist import World
 from fastturn.optim import Optimizers
+from fastturn.sharding import kept
 from fastturn.types import Trunk
 
 
@@ -53,8 +54,7 @@ def save(
     """
     world = world or World.single()
     part = folder.parent / f".part-{folder.name}"
-    tensors = {f"model.{name}": value for name, value in _weights(model).items()}
-    tensors |= {f"optimizer.{key}": value for key, value in optimizers.tensors(model).items()}
+    tensors = _tensors(model, optimizers)
 
     def begin() -> None:
         shutil.rmtree(part, ignore_errors=True)
@@ -103,8 +103,7 @@ def load_weights(
         saved = reader.read_metadata().state_dict_metadata
         moments = [key.removeprefix("optimizer.") for key in saved if key.startswith("optimizer.")]
         optimizers.make_room(model, moments)
-        tensors = {f"model.{name}": value for name, value in _weights(model).items()}
-        tensors |= {f"optimizer.{key}": value for key, value in optimizers.tensors(model).items()}
+        tensors = _tensors(model, optimizers)
         with _one_process_is_meant():
             dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
         steps = json.loads((folder / "optimizer.json").read_text())["steps"]
@@ -116,9 +115,10 @@ def load_weights(
     optimizers.resume_at(steps)
 
 
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name, tied ones once; buffers of our models follow from the configuration."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def _tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    """Weights and moments by name, split as they are."""
+    tensors = {f"model.{name}": tensor for name, tensor in kept(model).items()}
+    return tensors | {f"optimizer.{key}": t for key, t in optimizers.tensors(model).items()}
 
 
 @contextmanager

@@ -299,7 +299,8 @@ def _build(
         world.first(lambda: _make_tokenizer(config, domain, folder))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         policy = Policy.build(config, tokenizer)
-    policy.to(world.device)
+    if world.mesh is None:  # else blocks move as they are split, so a whole model need not fit
+        policy.to(world.device)
     choice = policy.backend.choice(world.device)
     progress.say(f"attention: {choice.impl} ({choice.why})")
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)

@@ -36,7 +36,8 @@ def shard(
 
     `mixed`: what is gathered is bfloat16; shards, reduced gradients and moments stay float32.
     `cpu_offload`: shards, gradients and moments stay in host memory between uses.
-    All ranks must hold the same weights. Returns `policy`. Raises `ConfigError` for options that
+    All ranks must hold the same weights, best in host memory: blocks move to the device one by one.
+    Returns `policy`. Raises `ConfigError` for options that
     need a mesh where there is none.
     """
     if world.mesh is None:
@@ -77,16 +78,23 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model is saved as: parameters, tied ones once, and buffers that its state names."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    return tensors | {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
 @torch.no_grad()
 def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter, one at a time; tied ones once. All ranks together:
-    each must take every item."""
-    for name, parameter in model.named_parameters():
-        yield name, whole(parameter.detach())
+    """(name, whole tensor) of all that `kept` names, one at a time. All ranks together: each must
+    take every item."""
+    for name, tensor in kept(model).items():
+        yield name, whole(tensor)
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """All parameters in host memory on ranks that `keep`; {} on the others, which take part."""
+    """Everything in host memory on ranks that `keep`; {} on the others, which take part."""
     state = {}
     for name, tensor in gathered(model):
         if keep:
@@ -107,7 +115,7 @@ class Mirror:
         self.source = policy
         self.policy: Policy | None = policy
         if world.mesh is not None:
-            self.policy = _copied(policy, mixed) if keep else None
+            self.policy = _copied(policy, mixed).to(world.device) if keep else None
         self._version: int | None = None
 
     @torch.no_grad()
@@ -116,7 +124,7 @@ class Mirror:
         whatever the source holds."""
         if self.policy is self.source or (version is not None and version == self._version):
             return
-        own = dict(self.policy.model.named_parameters()) if self.policy else {}
+        own = kept(self.policy.model) if self.policy else {}
         for name, tensor in gathered(self.source.model):
             if name in own:
                 own[name].copy_(tensor)

@@ -143,6 +143,9 @@ def sharded(world: World, found: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     policy = policy_of("qwen3", replace(world, mesh=mesh))
     found["replicas"] = gradients(policy, cut("3-7 in 2", world.rank))
+    found["norm"] = float(
+        whole(torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]))
+    )
     policy = Policy(tiny("qwen3", torch.float32)).train()
     mirror = Mirror(policy, world, mixed=True)
     shard(policy, world, mixed=True)

@@ -110,8 +110,10 @@ def test_gradients_of_two_ranks_are_those_of_one_process(found, family, checkpoi
 def test_replicas_beside_shards_and_scores(found):
     policy = ranks.policy_of("qwen3", ONE)
     want = ranks.gradients(policy, pack(ranks.groups(), 10_000))
+    norm = float(torch.nn.utils.get_total_norm(want.values()))
     for rank in (0, 1):
         assert error(found[rank]["replicas"], want) <= 1e-6
+        assert found[rank]["norm"] == pytest.approx(norm, rel=1e-6)
         score_A = policy.score(ranks.cut("3-7 in 1", rank)[0], 0.7)
         torch.testing.assert_close(found[rank]["score"], score_A, atol=1e-6, rtol=0)
 
