@@ -188,7 +188,7 @@ def _train(options: argparse.Namespace) -> int:
 
         preflight(config)
         check_data(config)
-        print_plan(config, recipe)
+        print_plan(config, recipe, ranks=options.nproc)
         return 0
     if options.nproc > 1:
         from fastturn.launch import launch

@@ -65,6 +65,14 @@ class World:
         return cls(0, 1, torch.device(_device_kind(device)))
 
     @property
+    def device_gib(self) -> float:
+        """Memory that is this rank's: all of its GPU, or its share of the machine's."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory / 2**30
+        whole_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return whole_gib / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    @property
     def leader(self) -> bool:
         """Rank 0: the one that writes files and talks to the user."""
         return self.rank == 0

@@ -31,6 +31,7 @@ from fastturn.envs.base import Domain
 from fastturn.learner import Learner
 from fastturn.meter import Follower, Meter
 from fastturn.optim import training_optimizer, warm_optimizer
+from fastturn.plan import require_memory
 from fastturn.policy import Policy
 from fastturn.preflight import preflight
 from fastturn.progress import Progress
@@ -179,6 +180,7 @@ def open_run(
     holds one of another configuration (the differing keys are named).
     """
     preflight(config)
+    require_memory(config, world.size, world.device_gib)
     world.first(lambda: check_folder(out, config, resume))
     with ExitStack() as stack:
         world.first(lambda: stack.enter_context(alone(out)))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_policy import OBJECTIVE, REFERENCE, V, tiny
 from test_trainer import small
 
-from fastturn import checkpoint, trainer
+from fastturn import checkpoint, engines, trainer
 from fastturn.config import Config, Optim, Sampling, Warm, override
 from fastturn.dist import DistError, EveryRank, LeaderOnly, World, mesh_shape, open_world
 from fastturn.learner import Learner
@@ -243,6 +243,10 @@ def runs(world: World, folder: Path) -> None:
         shutil.copytree(folder / "stopped-of-1", folder / "1-to-2")
     world.barrier()
     train(folder / "2-to-2", True)
+    # Servers are the leader's; a sampler in its process stands for them.
+    engines.ENGINES["vllm"] = engines.ENGINES["local"]
+    served = override(config, ["rollout.engine=vllm", "rollout.urls=http://127.0.0.1:9"])
+    trainer.train(served, quickstart(), folder / "served", False, world)
     train(folder / "1-to-2", True)
 
 
