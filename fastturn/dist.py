@@ -208,7 +208,7 @@ def open_world(
         return
     rank, size = _place()
     shape, names = mesh_shape(size, shard_ranks)
-    kind = _own_device(device, rank, size)
+    kind = _own_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo"
     store = _meet(rank, size)
     dist.init_process_group(
@@ -279,7 +279,7 @@ def _device_kind(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _own_device(device: str, rank: int, size: int) -> torch.device:
+def _own_device(device: str) -> torch.device:
     if _device_kind(device) != "cuda":
         return torch.device(_device_kind(device))
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()

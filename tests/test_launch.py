@@ -203,6 +203,18 @@ def test_a_port_in_use_is_named_on_every_rank(tmp_path):
 
 
 @pytest.mark.slow
+def test_four_ranks_in_two_shard_groups_are_one_process(tmp_path):
+    texts = []
+    for pairs in (["--nproc", "1"], ["--nproc", "4", "dist.shard_ranks=2"]):
+        out = tmp_path / pairs[1]
+        training = ["iterations=2", "optim.lr=1e-3", "loss.kl_coef=0.01", "--out", str(out)]
+        status, text, _ = ends(command(*SMALL, *training, *pairs), 240)
+        assert status == 0, text
+        texts.append((out / "samples.jsonl").read_text())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
 def test_torchrun_runs_the_script(tmp_path):
     script = TESTS.parent / "scripts" / "train.py"
     out = str(tmp_path / "run")
