@@ -3,8 +3,11 @@
 A checkpoint is written beside its place, flushed to disk and renamed. A failed write (disk full)
 removes what it left and leaves the older checkpoints as they were.
 
-    checkpoints/000012-s1/   model.safetensors, optimizer.pt, state.json, trunks.pkl (mid-iteration)
-    final/                   the model and tokenizer in Hugging Face format
+    checkpoints/000012-01-000600/   state.json, trunks.pkl (those of an iteration in hand),
+                                    optimizer.json, shards of weights and moments (.distcp)
+    final/                          the model and tokenizer in Hugging Face format
+
+Shards carry names and global shapes, so a checkpoint loads on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +16,21 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
+from fastturn.dist import World
 from fastturn.optim import Optimizers
+from fastturn.sharding import kept
 from fastturn.types import Trunk
 
 
@@ -36,20 +44,43 @@ def save(
     optimizers: Optimizers,
     state: dict[str, Any],
     trunks: Sequence[Trunk] = (),
+    world: World | None = None,
 ) -> None:
-    """Write one checkpoint at `folder`, whole or not at all.
+    """Write one checkpoint at `folder`, whole or not at all; every rank its own shards.
 
-    `state` is JSON (cursor, totals, meter); `trunks` are those of a half-finished iteration.
-    Raises `CheckpointError` when the disk refuses; older checkpoints are untouched.
+    `state` is JSON (cursor, totals, meter); `trunks` are those of a half-finished iteration; both
+    are the leader's. All ranks see the same folder. Raises `CheckpointError` on every rank when
+    the disk refuses one of them; older checkpoints are untouched.
     """
+    world = world or World.single()
+    part = folder.parent / f".part-{folder.name}"
+    tensors = _tensors(model, optimizers)
 
-    def write(part: Path) -> None:
-        save_model(model, str(part / "model.safetensors"))
-        torch.save(optimizers.state_dict(), part / "optimizer.pt")
+    def begin() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    def write() -> None:
+        with _one_process_is_meant():
+            dcp.save(
+                tensors,
+                storage_writer=dcp.FileSystemWriter(part),
+                no_dist=world.size == 1,
+            )
+
+    def end() -> None:
         (part / "trunks.pkl").write_bytes(pickle.dumps(list(trunks)))
+        (part / "optimizer.json").write_text(json.dumps({"steps": optimizers.step_count}))
         (part / "state.json").write_text(json.dumps(state))
+        _flush_files(part)
+        _swap(part, folder)
 
-    atomic_folder(folder, write)
+    try:
+        for action, everyone in ((begin, False), (write, True), (end, False)):
+            _all_or_none(world, action if everyone or world.leader else _nothing, folder)
+    finally:
+        if world.leader:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def load_state(folder: Path) -> tuple[dict[str, Any], list[Trunk]]:
@@ -59,10 +90,71 @@ def load_state(folder: Path) -> tuple[dict[str, Any], list[Trunk]]:
     return state, pickle.loads((folder / "trunks.pkl").read_bytes())
 
 
-def load_weights(folder: Path, model: nn.Module, optimizers: Optimizers) -> None:
-    """Restore model and optimiser in place."""
-    load_model(model, str(folder / "model.safetensors"))
-    optimizers.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+def load_weights(
+    folder: Path, model: nn.Module, optimizers: Optimizers, world: World | None = None
+) -> None:
+    """Restore model and optimiser in place, on however many ranks there are now.
+
+    Raises `CheckpointError` for a checkpoint that this rank cannot read or of another model.
+    """
+    world = world or World.single()
+    reader = dcp.FileSystemReader(folder)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        moments = [key.removeprefix("optimizer.") for key in saved if key.startswith("optimizer.")]
+        optimizers.make_room(model, moments)
+        tensors = _tensors(model, optimizers)
+        with _one_process_is_meant():
+            dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
+        steps = json.loads((folder / "optimizer.json").read_text())["steps"]
+    except (OSError, KeyError, ValueError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(
+            f"could not read {folder}: {_cause(error)}; every rank needs this folder (a shared "
+            f"file system when there are several machines), written by this version for this model"
+        ) from error
+    optimizers.resume_at(steps)
+
+
+def _tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    """Weights and moments by name, split as they are."""
+    tensors = {f"model.{name}": tensor for name, tensor in kept(model).items()}
+    return tensors | {f"optimizer.{key}": t for key, t in optimizers.tensors(model).items()}
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """torch warns whenever there is no process group, whatever `no_dist` says."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        yield
+
+
+def _nothing() -> None:
+    """What the other ranks do while the leader writes."""
+
+
+def _all_or_none(world: World, action: Callable[[], None], folder: Path) -> None:
+    """Do it on every rank; `CheckpointError` on all of them when it fails on one."""
+    failure = None
+    try:
+        action()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        failure = _cause(error)
+    for rank, cause in enumerate(world.all_gather_objects(failure)):
+        if cause is not None:
+            by = f" (rank {rank})" if world.size > 1 else ""
+            raise CheckpointError(
+                f"could not write {folder}{by}: {cause}; free some disk space or choose another "
+                f"--out. Older checkpoints are intact"
+            )
+
+
+def _cause(error: BaseException) -> str:
+    """The error itself, out of the collection that torch raises for several ranks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return f"{error}" or type(error).__name__
 
 
 def latest(root: Path) -> Path | None:
@@ -86,15 +178,9 @@ def atomic_folder(folder: Path, write: Callable[[Path], None]) -> None:
     try:
         part.mkdir(parents=True)
         write(part)
-        for path in part.rglob("*"):
-            if path.is_file():
-                _flush(path)
+        _flush_files(part)
         _swap(part, folder)
-    except (
-        OSError,
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # torch reports a full disk as the last
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch: a full disk is the last
         raise CheckpointError(
             f"could not write {folder}: {error}; free some disk space or choose another --out. "
             f"Older checkpoints are intact"
@@ -112,6 +198,12 @@ def _swap(part: Path, folder: Path) -> None:
     part.rename(folder)
     _flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush_files(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _flush(path)
 
 
 def _flush(path: Path) -> None:

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastturn.config import Config, ConfigError, override
+from fastturn import __version__
+from fastturn.config import Config, ConfigError, as_dict, override
+
+if TYPE_CHECKING:
+    from fastturn.dist import World
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-OPTIONS = ("--out", "--resume", "--dry-run", "--help")
+OPTIONS = ("--out", "--resume", "--nproc", "--dry-run", "--help")
 
 # Errors with a message for the user: (module, class, exit status). Looked up among the modules that
 # are loaded, because an error can only come from one that is.
@@ -33,6 +39,7 @@ KNOWN_ERRORS = (
     ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),
+    ("fastturn.dist", "DistError", FAILED),
 )
 
 # What a run leaves in its folder from its first seconds on.
@@ -58,19 +65,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         print(f"interrupted: {stop}" if str(stop) else "interrupted", file=sys.stderr)
         return INTERRUPTED
-    except OSError as error:  # a full disk, a folder that may not be written
-        print(f"error: {error}; what is on the disk is whole, --resume goes on", file=sys.stderr)
-        return FAILED
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
+        _leave_for_launcher(error)
         status = _status(error)
         if status is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        note = "; what is on the disk is whole, --resume goes on"
+        print(f"error: {_rank()}{error}{note * isinstance(error, OSError)}", file=sys.stderr)
         return status
+
+
+def _rank() -> str:
+    """Which of several processes speaks; nothing when there is one."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return ""
+    return f"rank {os.environ.get('RANK', '?')} of {size} on {socket.gethostname()}: "
+
+
+def _leave_for_launcher(error: Exception) -> None:
+    """Write the error with its traceback where torchrun looks for it, when torchrun started us."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _status(error: Exception) -> int | None:
     """The exit status of an error meant for the user, None for a defect of the program."""
+    if isinstance(error, OSError):  # a full disk, a folder that may not be written
+        return FAILED
     for module, name, status in KNOWN_ERRORS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(error, kind):
@@ -84,9 +108,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-") or not hasattr(options, "pairs"):
-            near = difflib.get_close_matches(
-                word, ("--out", "--resume", "--dry-run", "--help"), n=1
-            )
+            near = difflib.get_close_matches(word, OPTIONS, n=1)
             hint = f" (the nearest is {near[0]})" if near else ""
             parser.error(f"unknown argument {word!r}{hint}")
         options.pairs.append(word)
@@ -107,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)"
     )
     train.add_argument("--resume", action="store_true", help="continue the run in the folder")
+    train.add_argument(
+        "--nproc", type=_count, default=1, metavar="N", help="processes on this machine, one a GPU"
+    )
     train.add_argument(
         "--dry-run", action="store_true", help="print the plan of the run and start nothing"
     )
@@ -138,6 +163,12 @@ def _command(
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes, at least 1")
+    return int(text)
+
+
 def _add_pairs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pairs",
@@ -157,24 +188,47 @@ def _train(options: argparse.Namespace) -> int:
 
         preflight(config)
         check_data(config)
-        print_plan(config, recipe)
+        print_plan(config, recipe, ranks=options.nproc)
         return 0
+    if options.nproc > 1:
+        from fastturn.launch import launch
+
+        return launch(_without_nproc(options), options.nproc)
+    from fastturn.dist import open_world
+
+    mesh = config.model.dtype == "mixed" or config.dist.cpu_offload
+    with open_world(config.device, config.dist.shard_ranks, mesh=mesh) as world:
+        _train_here(options, config, recipe, world)
+    return 0
+
+
+def _train_here(options: argparse.Namespace, config: Config, recipe: Config, world: World) -> None:
+    """Train as one rank of `world`; the leader chooses the folder."""
+    asked = {"--out": str(options.out), "--resume": options.resume}
+    world.agree("configuration", as_dict(config) | asked | {"version": __version__})
     was_there = options.out is not None and options.out.exists()
-    out = _run_folder(options.out, options.resume, config)
+    out = world.first(lambda: _run_folder(options.out, options.resume, config))
     # A run may be killed before its first file is written; resuming it starts it.
-    resume = options.resume and _holds_run(out)
-    if resume != options.resume:
+    resume = world.first(lambda: options.resume and _holds_run(out))
+    if resume != options.resume and world.leader:
         print(f"{out} holds no run yet; starting from the beginning", file=sys.stderr)
     from fastturn.trainer import train
 
     try:
-        train(config, recipe, out, resume)
+        train(config, recipe, out, resume, world)
     except ValueError as error:
         # Bad input that only the run could find: the corrected command may use the same folder.
-        if _status(error) == BAD_INPUT and not was_there and not _has_records(out):
+        known = _status(error) == BAD_INPUT and world.leader
+        if known and not was_there and not _has_records(out):
             shutil.rmtree(out, ignore_errors=True)
         raise
-    return 0
+
+
+def _without_nproc(options: argparse.Namespace) -> list[str]:
+    """The command of one process of several."""
+    out = ["--out", str(options.out)] if options.out is not None else []
+    resume = ["--resume"] if options.resume else []
+    return ["train", options.recipe, *options.pairs, *out, *resume]
 
 
 def _recipe(name: str) -> Config:
@@ -314,3 +368,7 @@ def _recipes(options: argparse.Namespace) -> int:
         summary = (recipe.__doc__ or "").strip().split("\n")[0]
         print(f"{name:<{width}}  {summary}")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

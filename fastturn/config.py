@@ -40,12 +40,17 @@ class Model:
     or empty for a small Qwen3 of `layers` x `width` built in the run."""
 
     path: str = ""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "mixed"] = "float32"
     layers: int = 2
     width: int = 64
     vocabulary: int = 334  # ids of the tokenizer built for it
     max_context: int = 512
     gradient_checkpointing: bool = False
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """What is computed in; "mixed" keeps weights, gradients and moments in float32."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,14 @@ class Rollouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Dist:
+    """How weights are split over the processes of a run (`--nproc`, torchrun)."""
+
+    shard_ranks: int = 0  # ranks that share one copy of the weights; 0: all of them
+    cpu_offload: bool = False  # shards, gradients and moments wait in host memory
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything a run needs. See `docs/configuration.md` for every key with its meaning."""
 
@@ -134,6 +147,7 @@ class Config:
     warm: Warm = field(default_factory=Warm)
     save: Save = field(default_factory=Save)
     rollout: Rollouts = field(default_factory=Rollouts)
+    dist: Dist = field(default_factory=Dist)
 
 
 def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -208,6 +222,7 @@ NON_NEGATIVE = (
     *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
     *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm", "rollout.patience_s"),
+    "dist.shard_ranks",
 )
 
 

@@ -1,24 +1,28 @@
-"""What samples, by name: `rollout.engine` -> a sampler for a policy."""
+"""What samples, by name: `rollout.engine` -> a sampler for a policy, and which ranks use it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastturn.config import Config, ConfigError
-from fastturn.meter import Meter
+from fastturn.dist import EveryRank, LeaderOnly, World
+from fastturn.meter import Follower, Meter
 from fastturn.policy import Policy
 from fastturn.progress import Progress
-from fastturn.sampler.base import Sampler
+from fastturn.sampler.base import Request, Sampler, SamplerStats, SamplingParams
 from fastturn.sampler.local import LocalSampler
+from fastturn.sharding import Mirror
+from fastturn.tree import Alone, Peers
+from fastturn.types import Completion
 
-Build = Callable[[Config, Policy, Meter, Progress], Sampler]
+Build = Callable[[Config, Policy, "Meter | Follower", Progress], Sampler]
 
 
-def _local(config: Config, policy: Policy, meter: Meter, progress: Progress) -> Sampler:
+def _local(config: Config, policy: Policy, meter: Meter | Follower, progress: Progress) -> Sampler:
     return LocalSampler(policy)
 
 
-def _vllm(config: Config, policy: Policy, meter: Meter, progress: Progress) -> Sampler:
+def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Progress) -> Sampler:
     # Here, because carriers and the HTTP client cost time that local runs need not spend.
     from fastturn.carriers import CARRIERS
     from fastturn.sampler.vllm import VllmSampler
@@ -43,3 +47,49 @@ def _vllm(config: Config, policy: Policy, meter: Meter, progress: Progress) -> S
 
 
 ENGINES: dict[str, Build] = {"local": _local, "vllm": _vllm}
+
+
+class Absent:
+    """The sampler of a rank that is handed what another rank samples."""
+
+    version = 0
+    stats = SamplerStats()
+
+    def sample(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
+        assert not requests, "this rank has no share of the rollouts"
+        return []
+
+    def publish(self, version: int) -> None:
+        """The weights are published by the rank that samples."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def sampling_side(
+    config: Config, policy: Policy, world: World, meter: Meter | Follower, progress: Progress
+) -> tuple[Mirror, Sampler, Peers]:
+    """The copy of the weights to sample from, the sampler, and how ranks share a rollout. Before
+    `shard`.
+
+    In this process every rank samples its own share from a copy of its own; servers are the
+    leader's to talk to, and the others get what it sampled.
+    """
+    inside = config.rollout.engine == "local"
+    mixed = config.model.dtype == "mixed"
+    mirror = Mirror(policy, world, keep=inside or world.leader, mixed=mixed)
+    made: list[Sampler] = []
+
+    def build() -> None:
+        assert mirror.policy is not None
+        made.append(ENGINES[config.rollout.engine](config, mirror.policy, meter, progress))
+
+    if inside:
+        build()
+    else:
+        world.first(build)
+    sampler = made[0] if made else Absent()
+    if world.size == 1:
+        return mirror, sampler, Alone()
+    return mirror, sampler, EveryRank(world, meter) if inside else LeaderOnly(world, meter)

@@ -22,10 +22,12 @@ import torch
 from fastturn.checkpoint import atomic_folder
 from fastturn.config import Config
 from fastturn.credit import ALGORITHMS, Credits, zero_advantage
+from fastturn.dist import World
 from fastturn.optim import Optimizers
 from fastturn.pack import PackedBatch, pack
 from fastturn.policy import Objective, Policy
 from fastturn.publish import prove_logprobs, prove_version
+from fastturn.sharding import whole, whole_state
 from fastturn.types import Credit, SiblingGroup, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,19 @@ class Totals:
         for name, value in output.peaks.items():
             self.peaks[name] = max(self.peaks.get(name, -math.inf), float(value))
 
+    def over(self, world: World) -> Totals:
+        """The totals of all ranks; the optimiser step has not been taken yet."""
+        scalars = ("loss", "tokens_packed", "tokens_flat")
+        mine = {name: float(getattr(self, name)) for name in scalars}
+        total = world.sum(mine | {f"sums.{name}": value for name, value in self.sums.items()})
+        return Totals(
+            loss=total["loss"],
+            tokens_packed=int(total["tokens_packed"]),
+            tokens_flat=int(total["tokens_flat"]),
+            sums={name: total[f"sums.{name}"] for name in self.sums},
+            peaks=world.max(self.peaks),
+        )
+
     def mean(self, name: str) -> float:
         """Mean of a summed quantity over the scored actions (0 when there are none)."""
         actions = self.sums.get("actions", 0.0)
@@ -78,6 +93,7 @@ class Learner:
     clock: Clock
     out: Path
     reference: Policy | None = None
+    world: World = field(default_factory=World.single)
     skips_in_row: int = 0
 
     def update(
@@ -104,15 +120,21 @@ class Learner:
                 if epoch == 0:
                     shown.extend(credits)
                 with self.clock.span("pack"):
-                    batches = pack(credits, self.config.pack_tokens, self.policy.device)
+                    batches = self.pack(credits)
                 if not batches:
                     continue
                 step = self.step(batches, objective, self.optimizers, version)
                 if first is None:
                     first = step
-                    prove_logprobs(step.peaks["abs_log_ratio"], self.policy.head().weight_VD.dtype)
+                    dtype = getattr(torch, self.config.model.compute_dtype)
+                    prove_logprobs(step.peaks["abs_log_ratio"], dtype)
                 _merge(total, step)
         return stage_record(shown, total, first), shown
+
+    def pack(self, credits: Credits) -> list[PackedBatch]:
+        """This rank's micro-batches of the credits of all ranks, equally many on each."""
+        world, budget_T = self.world, self.config.pack_tokens
+        return pack(credits, budget_T, world.device, rank=world.rank, ranks=world.size)
 
     def step(
         self,
@@ -136,9 +158,8 @@ class Learner:
                 output.loss.backward()
                 totals.add(batch, output)
         with self.clock.span("optimizer"):
-            most = self.config.optim.clip_norm or math.inf
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), most)
-            totals.grad_norm = float(norm)
+            totals = totals.over(self.world)
+            totals.grad_norm = self._clip()
             if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
                 optimizers.step()
                 totals.steps = 1
@@ -146,6 +167,15 @@ class Learner:
             else:
                 self._skip(batches, totals, "warm.lr" if objective.on_policy else "optim.lr")
         return totals
+
+    def _clip(self) -> float:
+        """Scale the gradients down to the largest norm allowed; returns the norm they had."""
+        parameters = list(self.policy.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        most = self.config.optim.clip_norm or math.inf
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return float(norm)
 
     def _partition(
         self, groups: Sequence[SiblingGroup], key: tuple[int, ...]
@@ -161,14 +191,17 @@ class Learner:
         """Book a non-finite step and keep its batch for replay; `rate` is the key to blame."""
         totals.skipped = 1
         self.skips_in_row += 1
-        folder = self.out / "bad" / f"{len(list((self.out / 'bad').glob('[0-9]*'))):04d}"
+        state = whole_state(self.policy, keep=self.world.leader)
+        saved = [_on_host(batch) for batch in batches]
+        everyone = [batch for part in self.world.all_gather_objects(saved) for batch in part]
 
-        def write(part: Path) -> None:
-            names = [name for name in PackedBatch.__slots__ if name != "plans"]
-            saved = [{name: getattr(batch, name) for name in names} for batch in batches]
-            torch.save({"batches": saved, "model": self.policy.state_dict()}, part / "step.pt")
+        def write() -> Path:
+            folder = self.out / "bad" / f"{len(list((self.out / 'bad').glob('[0-9]*'))):04d}"
+            content = {"batches": everyone, "model": state}
+            atomic_folder(folder, lambda part: torch.save(content, part / "step.pt"))
+            return folder
 
-        atomic_folder(folder, write)
+        folder = self.world.first(write)
         logger.warning("a step was not finite and is skipped; its batch is in %s", folder)
         if self.skips_in_row >= MOST_SKIPS:
             raise DivergedError(
@@ -176,6 +209,12 @@ class Learner:
                 f"gradient norm {totals.grad_norm}); the last batch and weights are in {folder}. "
                 f"Lower {rate} (now {self.optimizers.lr:g}) or look at that batch"
             )
+
+
+def _on_host(batch: PackedBatch) -> dict[str, Any]:
+    """A micro-batch as names and values that can be sent and saved."""
+    values = {name: getattr(batch, name) for name in PackedBatch.__slots__ if name != "plans"}
+    return {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
 
 def supervised(trajectories: Sequence[Trajectory]) -> Credits:

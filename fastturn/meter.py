@@ -36,6 +36,7 @@ SPANS: dict[str, str] = {
     "trunk_decode": "sampling the trunks, turn by turn",
     "prefill": "computing contexts before sampling",
     "sibling_decode": "sampling the siblings of a stage (or the rollouts of GRPO)",
+    "exchange": "handing rollouts to all ranks, waiting for the slowest of them",
     "environment": "waiting for environments and tools",
     "publish": "handing new weights to the sampler, with the proof that they arrived",
     "score": "log-probabilities without gradient (reference or behaviour policy)",
@@ -120,6 +121,16 @@ class Meter:
     def count(self, name: str, n: int = 1) -> None:
         """`n` more events of this name; they are written by the next `record`."""
         self._counts[name] += n
+
+    def drain(self) -> dict[str, Any]:
+        """The leader keeps its own; see `Follower.drain`."""
+        return {}
+
+    def absorb(self, news: Mapping[str, Any]) -> None:
+        """Take in the events, CPU seconds and peak memory of another rank."""
+        self._counts.update(news.get("counts", {}))
+        self._cpu_before_s += news.get("cpu_s", 0.0)
+        self._peak_rss_gib = max(self._peak_rss_gib, news.get("peak_rss_gib", 0.0))
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Appends {"kind", **values, "counts", "spans", "wall_s", "cpu_s", "time"} as one line.
@@ -236,6 +247,55 @@ class Meter:
             self._recorded_ns["lost"] += lost_ns  # no record of this process shows it as its own
             self._cpu_before_s += record["cpu_s"]
             self._cpu_recorded_s += record["cpu_s"]
+
+
+class Follower:
+    """The meter of a rank that writes nothing: counts and CPU seconds wait here until the leader
+    takes them (`drain`, `Meter.absorb`)."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._cpu_drained_s = 0.0
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """There is nothing to close."""
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time is the leader's to tell: all ranks are held as long as it runs."""
+        yield
+
+    def count(self, name: str, n: int = 1) -> None:
+        """`n` more events of this name, for the leader."""
+        self._counts[name] += n
+
+    def drain(self) -> dict[str, Any]:
+        """What happened since the last call, for `Meter.absorb`."""
+        cpu_s = _cpu_s()
+        news = {
+            "counts": dict(self._counts),
+            "cpu_s": cpu_s - self._cpu_drained_s,
+            "peak_rss_gib": _peak_rss_gib(),
+        }
+        self._counts.clear()
+        self._cpu_drained_s = cpu_s
+        return news
+
+    def absorb(self, news: Mapping[str, Any]) -> None:
+        """Done by the leader."""
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Written by the leader."""
+
+    def sample(self, values: Mapping[str, Any]) -> None:
+        """Written by the leader."""
+
+    def state(self) -> dict[str, Any]:
+        """Kept by the leader."""
+        return {}
 
 
 def _cpu_s() -> float:

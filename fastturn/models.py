@@ -94,6 +94,11 @@ def load(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def reload(folder: Path, config: Config) -> PreTrainedModel:
+    """The model that this run saved in `folder`, as it was."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(config))
+
+
 def _shape(folder: str | Path) -> Any:
     """The model's configuration, or what is wrong with `model.path`."""
     path = Path(folder)
@@ -216,4 +221,4 @@ def _convert_smollm2(gguf: Path, folder: Path) -> None:
 
 
 def _dtype(config: Config) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    return torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32

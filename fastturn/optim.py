@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastturn.config import Optim, Warm
@@ -44,17 +45,44 @@ class Optimizers:
         """The learning rate of the next step (of the last member)."""
         return float(self.schedules[-1].get_last_lr()[0])
 
-    def state_dict(self) -> dict[str, object]:
-        return {
-            "members": [member.state_dict() for member in self.members],
-            "schedules": [schedule.state_dict() for schedule in self.schedules],
-        }
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The moments, by "member.parameter.field"; split as the parameters are.
 
-    def load_state_dict(self, state: dict[str, list[dict[str, Any]]]) -> None:
-        for member, saved in zip(self.members, state["members"], strict=True):
-            member.load_state_dict(saved)
-        for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
+        Example: "0.model.norm.weight.exp_avg".
+        """
+        tensors = {}
+        for place, member in enumerate(self.members):
+            for name, parameter in model.named_parameters():
+                for field, value in member.state.get(parameter, {}).items():
+                    tensors[f"{place}.{name}.{field}"] = value
+        return tensors
+
+    def make_room(self, model: nn.Module, keys: Iterable[str]) -> None:
+        """Empty state for `keys` of a saved `tensors`, ready to be read into."""
+        parameters = dict(model.named_parameters())
+        for key in keys:
+            place, _, rest = key.partition(".")
+            name, _, field = rest.rpartition(".")
+            parameter = parameters[name].detach()
+            empty = torch.zeros(()) if field == "step" else torch.zeros_like(parameter)
+            self.members[int(place)].state[parameters[name]].setdefault(field, empty)
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken so far."""
+        return int(self.schedules[-1].last_epoch)
+
+    def resume_at(self, step_count: int) -> None:
+        """The learning rates of a run that has taken so many steps."""
+        for schedule in self.schedules:
+            schedule.last_epoch = step_count
+            rates = [
+                base * factor(step_count)
+                for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            schedule._last_lr = rates
 
 
 def training_optimizer(model: nn.Module, config: Optim) -> Optimizers:
@@ -76,11 +104,69 @@ def warm_optimizer(model: nn.Module, config: Warm) -> Optimizers:
     matrices, rest = split_parameters(model)
     members: list[torch.optim.Optimizer] = []
     if config.muon_lr > 0:
-        members.append(torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=0.0))
+        members.append(Muon(matrices, lr=config.muon_lr))
     else:
         rest = matrices + rest
     members.append(torch.optim.AdamW(rest, lr=config.lr, weight_decay=0.0, foreach=True))
     return Optimizers(members, warmup=config.steps // 50, total=config.steps)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix is replaced by the nearest orthogonal one (Jordan et al., 2024).
+
+    For a matrix [A, B] with gradient g: `m <- .95 m + .05 g`, `u = .05 g + .95 m`, then
+    `w <- w - lr * max(1, A / B) ** .5 * orthogonal(u)`. Split matrices keep split momenta; the
+    update alone is gathered, one matrix at a time, because orthogonality is of the whole.
+    """
+
+    MOMENTUM = 0.95
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update; there is no closure to evaluate."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state = self.state[matrix]
+                if not state:
+                    state["momentum"] = torch.zeros_like(matrix.grad)
+                state["momentum"].lerp_(matrix.grad, 1 - self.MOMENTUM)
+                update = matrix.grad.lerp(state["momentum"], self.MOMENTUM)
+                rows, columns = matrix.shape
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                matrix.add_(_orthogonal(update).to(matrix.dtype), alpha=-rate)
+
+
+def _orthogonal(update: torch.Tensor) -> torch.Tensor:
+    """`orthogonal` of a matrix that may be split over ranks, split in the same way."""
+    if not isinstance(update, DTensor):
+        return orthogonal(update)
+    mesh, placements = update.device_mesh, update.placements
+    everywhere = [Replicate()] * mesh.ndim
+    result = DTensor.from_local(orthogonal(update.full_tensor()), mesh, everywhere, run_check=False)
+    return result.redistribute(mesh, placements)
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Singular values moved to about 1 (.7 to 1.2), singular vectors kept; bfloat16 on GPUs, where
+    it is fast and the steps correct its rounding, elsewhere the dtype of the matrix.
+
+    Five steps of the quintic `x <- a x + (b xx' + c (xx')^2) x` from unit Frobenius norm, with the
+    coefficients that grow small singular values fastest. A zero matrix stays zero.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.bfloat16() if matrix.is_cuda else matrix
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

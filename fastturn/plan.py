@@ -48,8 +48,12 @@ class Shape:
         """
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
         block = attention + 3 * self.width * self.mlp + 2 * self.width
-        embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
-        return embeddings + self.layers * block + self.width
+        return self.embeddings + self.layers * block + self.width
+
+    @property
+    def embeddings(self) -> int:
+        """Weights of the embedding and the head, which may be one."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
     def activations_token(self) -> int:
@@ -140,39 +144,77 @@ def derive(config: Config) -> dict[str, int]:
     }
 
 
-def memory_gib(config: Config) -> dict[str, float]:
-    """Upper estimates in GiB by use, with their sum under "total"; empty when the shape is unknown.
+def memory_gib(config: Config, ranks: int = 1) -> dict[str, float]:
+    """Upper estimates in GiB by use, for one of `ranks` processes, with their sum under "total";
+    empty when the shape is unknown.
 
-    The sampler reads the trainer's own weights. Its keys and values are counted at full context for
-    every sibling of a stage, up to its own limits; shared contexts make them smaller.
+    Keys and values of the sampler are counted at full context for every sibling of a stage, up to
+    its own limits; shared contexts make them smaller.
     """
     shape = shape_of(config)
     if shape is None:
         return {}
-    size = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    weights = shape.parameters * size
+    size = _compute_bytes(config)
     derived = derive(config)
     tokens = derived["tokens_microbatch"]
     kept_layers = 1 if config.model.gradient_checkpointing else shape.layers
     activations = tokens * shape.activations_token * kept_layers
     if config.model.gradient_checkpointing:
         activations += tokens * shape.width * shape.layers
-    rows = max(derived["rollouts_stage"], config.data.eval_tasks)
+    rows = -(-max(derived["rollouts_stage"], config.data.eval_tasks) // ranks)
     resident = min(rows * config.model.max_context, RESIDENT_TOKENS)
     decode = resident * 2 * shape.layers * shape.kv_heads * shape.head_width * size
     logits = tokens * shape.vocabulary * 4
     uses = {
-        "weights": weights,
-        "gradients": weights,
-        "AdamW moments": 2 * weights,
-        "reference weights": weights if config.loss.kl_coef > 0 else 0,
         "activations of a micro-batch": activations * size,
         "logits of a head chunk": min(logits, HEAD_BYTES.get(config.device, HEAD_BYTES["cpu"])),
         "keys and values in decoding": decode,
         "keys and values kept": min(decode, STORE_GIB * GIB),
     }
     gib = {name: value / GIB for name, value in uses.items() if value}
+    gib = held_gib(config, shape, ranks) | gib
     return gib | {"total": sum(gib.values())}
+
+
+def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
+    """What one of `ranks` processes holds of the model as long as the run lasts, in GiB by use.
+
+    Example: 1.7 billion parameters in float32 on 8 ranks: weights .79, gradients .79, moments 1.58,
+    and 6.33 for the whole copy that each samples from.
+    """
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    weights = shape.parameters * width / (config.dist.shard_ranks or ranks)
+    fsdp = ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload
+    block = (shape.parameters - shape.embeddings) / shape.layers
+    uses = {
+        "weights": weights,
+        "gradients": weights,
+        "AdamW moments": 2 * weights,
+        "reference weights": weights if config.loss.kl_coef > 0 else 0,
+        "weights to sample from": fsdp * shape.parameters * _compute_bytes(config),
+        "gathered weights and gradients": fsdp * 2 * width * (shape.embeddings + 2 * block),
+    }
+    return {name: value / GIB for name, value in uses.items() if value}
+
+
+def require_memory(config: Config, ranks: int, device_gib: float) -> None:
+    """`ConfigError`, with the arithmetic, when what a rank must hold exceeds its device."""
+    shape = shape_of(config)
+    if shape is None or config.dist.cpu_offload:
+        return
+    held = held_gib(config, shape, ranks)
+    if sum(held.values()) > device_gib:
+        terms = " + ".join(f"{name} {gib:.2f}" for name, gib in held.items())
+        raise ConfigError(
+            f"{shape.parameters / 1e9:.2f} billion parameters in {config.model.dtype} on {ranks} "
+            f"rank{'s' * (ranks > 1)}: {terms} = {sum(held.values()):.2f} GiB on each, which has "
+            f"{device_gib:.2f} GiB; use more ranks, model.dtype=bfloat16, dist.cpu_offload=true, "
+            f"or a smaller model"
+        )
+
+
+def _compute_bytes(config: Config) -> int:
+    return {"float32": 4, "bfloat16": 2}[config.model.compute_dtype]
 
 
 LABELS = {
@@ -189,15 +231,17 @@ LABELS = {
 }
 
 
-def print_plan(config: Config, recipe: Config, console: Console | None = None) -> None:
+def print_plan(
+    config: Config, recipe: Config, console: Console | None = None, *, ranks: int = 1
+) -> None:
     """Print the resolved configuration (what differs from `recipe` is marked with both values),
-    the derived numbers and the memory estimate."""
+    the derived numbers and the memory estimate of one of `ranks` processes."""
     console = console or Console()
     console.print(_settings(config, recipe))
     console.print(_numbers(derive(config)))
     shape = shape_of(config)
     if shape:
-        console.print(_memory(memory_gib(config)))
+        console.print(_memory(memory_gib(config, ranks), ranks))
         console.print(f"{shape.parameters / 1e6:.2f} million parameters in {config.model.dtype}")
     else:
         console.print(f"memory: unknown until {config.model.path} has been downloaded")
@@ -223,8 +267,9 @@ def _numbers(derived: Mapping[str, int]) -> Table:
     return table
 
 
-def _memory(memory: Mapping[str, float]) -> Table:
-    table = _table("memory estimate", ("use", "size"))
+def _memory(memory: Mapping[str, float], ranks: int) -> Table:
+    title = "memory estimate" if ranks == 1 else f"memory estimate of one of {ranks} ranks"
+    table = _table(title, ("use", "size"))
     table.columns[1].justify = "right"
     for name, gib in memory.items():
         size = f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"

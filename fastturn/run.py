@@ -8,12 +8,11 @@ out/summary.json    the result                                  out/report.html 
 
 from __future__ import annotations
 
-import copy
 import fcntl
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,22 +20,24 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors.torch import load_model
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from fastturn import checkpoint
+from fastturn import checkpoint, models
 from fastturn.config import Config, ConfigError, as_dict
-from fastturn.engines import ENGINES
+from fastturn.dist import World
+from fastturn.engines import sampling_side
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
 from fastturn.learner import Learner
-from fastturn.meter import Meter
+from fastturn.meter import Follower, Meter
 from fastturn.optim import training_optimizer, warm_optimizer
+from fastturn.plan import require_memory
 from fastturn.policy import Policy
 from fastturn.preflight import preflight
 from fastturn.progress import Progress
 from fastturn.records import write_json
 from fastturn.render import Renderer
+from fastturn.sharding import Mirror, shard, whole_state
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.tree import Rollout
 from fastturn.types import Trunk
@@ -46,6 +47,7 @@ RESUMABLE = {
     *("iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"),
     *("rollout.urls", "rollout.carrier"),
     *("rollout.concurrency", "rollout.deadline_s", "rollout.patience_s"),
+    *("dist.shard_ranks", "dist.cpu_offload"),
 }
 
 TOKENIZER_EPISODES = 400  # demonstrations that a small model's tokenizer is made from
@@ -92,11 +94,19 @@ class Run:
     policy: Policy
     learner: Learner
     rollout: Rollout
-    meter: Meter
+    meter: Meter | Follower
     progress: Progress
     cursor: Cursor
+    world: World
+    mirror: Mirror
     trunks: list[Trunk] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
+
+    def record(self, kind: str, values: Mapping[str, Any]) -> None:
+        """One line of records.jsonl, with what happened on all ranks since the last one."""
+        for news in self.world.all_gather_objects(self.meter.drain()):
+            self.meter.absorb(news)
+        self.meter.record(kind, values)
 
     def save(self) -> None:
         """Write a checkpoint of this moment. A full disk is said and counted; the run goes on."""
@@ -111,23 +121,33 @@ class Run:
             }
             try:
                 checkpoint.save(
-                    root / name, self.policy.model, self.learner.optimizers, state, self.trunks
+                    *(root / name, self.policy.model, self.learner.optimizers, state),
+                    trunks=self.trunks,
+                    world=self.world,
                 )
             except checkpoint.CheckpointError as error:
                 self.meter.count("checkpoint_failed")
                 self.progress.warn(str(error))
                 return
-            checkpoint.prune(root, self.config.save.keep)
+            self.world.first(lambda: checkpoint.prune(root, self.config.save.keep))
 
     def save_final(self) -> None:
         """The model and tokenizer in Hugging Face format, whole or not at all."""
 
-        def write(part: Path) -> None:
-            self.policy.model.save_pretrained(part)
-            self.tokenizer.save_pretrained(part)
-
         with self.meter.span("checkpoint"):
-            checkpoint.atomic_folder(self.out / "final", write)
+            self._save_pretrained("final", with_tokenizer=True)
+
+    def _save_pretrained(self, name: str, with_tokenizer: bool = False) -> Path:
+        """The whole model in the folder `name` of the run, written by the leader."""
+        state = whole_state(self.policy.model, keep=self.world.leader)
+
+        def write(part: Path) -> None:
+            self.policy.model.save_pretrained(part, state_dict=state)
+            if with_tokenizer:
+                self.tokenizer.save_pretrained(part)
+
+        self.world.first(lambda: checkpoint.atomic_folder(self.out / name, write))
+        return self.out / name
 
     def begin_training(self) -> None:
         """From here on steps are those of the training phase: fresh moments, and the policy of
@@ -136,16 +156,23 @@ class Run:
         self.learner.optimizers = training_optimizer(self.policy.model, config.optim)
         if config.loss.kl_coef > 0:
             folder = self.out / "reference"
-            if not folder.exists():
-                checkpoint.atomic_folder(folder, self.policy.model.save_pretrained)
-            reference = copy.deepcopy(self.policy.model).requires_grad_(False)
-            load_model(reference, str(folder / "model.safetensors"))
-            self.learner.reference = Policy(reference, config.attention)
+            if not self.world.first(folder.exists):
+                self._save_pretrained("reference")
+            reference: Any = models.reload(folder, config)
+            frozen = Policy(reference.to(self.world.device), config.attention)
+            frozen.requires_grad_(False)
+            self.learner.reference = _sharded(frozen, config, self.world)
 
 
 @contextmanager
 def open_run(
-    config: Config, recipe: Config, out: Path, resume: bool, progress: Progress
+    config: Config,
+    recipe: Config,
+    out: Path,
+    resume: bool,
+    progress: Progress,
+    *,
+    world: World,
 ) -> Iterator[Run]:
     """Open everything that a run needs, restored from its newest checkpoint when `resume`.
 
@@ -153,9 +180,11 @@ def open_run(
     holds one of another configuration (the differing keys are named).
     """
     preflight(config)
-    check_folder(out, config, resume)
-    with alone(out):
-        yield from _opened(config, recipe, out, resume, progress)
+    require_memory(config, world.size, world.device_gib)
+    world.first(lambda: check_folder(out, config, resume))
+    with ExitStack() as stack:
+        world.first(lambda: stack.enter_context(alone(out)))
+        yield from _opened(config, recipe, out, resume, progress, world=world)
 
 
 @contextmanager
@@ -172,31 +201,42 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def _opened(
-    config: Config, recipe: Config, out: Path, resume: bool, progress: Progress
+    config: Config,
+    recipe: Config,
+    out: Path,
+    resume: bool,
+    progress: Progress,
+    *,
+    world: World,
 ) -> Iterator[Run]:
     torch.set_num_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # the run has its own
-    newest = checkpoint.latest(out / "checkpoints") if resume else None
+    newest = world.first(lambda: checkpoint.latest(out / "checkpoints")) if resume else None
     state: dict[str, Any] = {}
     trunks: list[Trunk] = []
     if newest is not None:
-        state, trunks = checkpoint.load_state(newest)
+        state, trunks = world.first(lambda: checkpoint.load_state(newest))
         progress.say(f"resuming from {newest}")
-    device = torch.device(device_name(config))
-    meter = Meter(
-        out, config.trackers, state=state.get("meter"), device_kind=device.type
-    )  # fmt: skip
-    with meter, ExitStack() as opened:
+    with _meter(config, out, state, world) as meter, ExitStack() as opened:
         with meter.span("setup"):
-            run = _build(config, out, device, meter, progress)
+            run = _build(config, out, world, meter, progress)
             opened.callback(run.rollout.sampler.close)
             run.trunks = trunks
             if newest is not None:
                 _restore(run, state, newest)
             require_room(run)
             # Last, so that a folder holds a run only if its data and model could be opened.
-            write_json(out / "config.json", {"config": as_dict(config), "recipe": as_dict(recipe)})
+            settings = {"config": as_dict(config), "recipe": as_dict(recipe)}
+            world.first(lambda: write_json(out / "config.json", settings))
         yield run
+
+
+def _meter(config: Config, out: Path, state: dict[str, Any], world: World) -> Meter | Follower:
+    if not world.leader:
+        return Follower()
+    return Meter(
+        *(out, config.trackers, world.size, state.get("meter")), device_kind=world.device.type
+    )
 
 
 def check_folder(out: Path, config: Config, resume: bool) -> None:
@@ -248,15 +288,8 @@ def require_room(run: Run) -> None:
         )
 
 
-def device_name(config: Config) -> str:
-    """Where the policy lives."""
-    if config.device != "auto":
-        return config.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _build(
-    config: Config, out: Path, device: torch.device, meter: Meter, progress: Progress
+    config: Config, out: Path, world: World, meter: Meter | Follower, progress: Progress
 ) -> Run:
     """A fresh run: data first (its errors are the cheapest), then tokenizer, model, sampler."""
     torch.manual_seed(config.seed)
@@ -264,23 +297,36 @@ def _build(
     if config.model.path:
         policy, tokenizer = Policy.load(config)
     else:
-        tokenizer = _own_tokenizer(config, domain, out / "tokenizer")
+        folder = out / "tokenizer"
+        world.first(lambda: _make_tokenizer(config, domain, folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         policy = Policy.build(config, tokenizer)
-    policy.to(device)
-    choice = policy.backend.choice(device)
+    if world.mesh is None:  # else blocks move as they are split, so a whole model need not fit
+        policy.to(world.device)
+    choice = policy.backend.choice(world.device)
     progress.say(f"attention: {choice.impl} ({choice.why})")
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
-    sampler = ENGINES[config.rollout.engine](config, policy, meter, progress)
-    rollout = Rollout(domain, renderer, sampler, config, meter)
-    optimizers = warm_optimizer(policy.model, config.warm)
-    learner = Learner(policy, optimizers, config, meter, out)
-    cursor = Cursor()
-    return Run(
-        config, out, domain, tokenizer, policy, learner, rollout, meter, progress, cursor
+    mirror, sampler, peers = sampling_side(config, policy, world, meter, progress)
+    _sharded(policy, config, world)
+    rollout = Rollout(
+        *(domain, renderer, sampler, config, meter), peers=peers
     )  # fmt: skip
+    optimizers = warm_optimizer(policy.model, config.warm)
+    learner = Learner(policy, optimizers, config, meter, out, world=world)
+    return Run(
+        *(config, out, domain, tokenizer, policy, learner, rollout, meter, progress),
+        cursor=Cursor(),
+        world=world,
+        mirror=mirror,
+    )
 
 
-def _own_tokenizer(config: Config, domain: Domain, folder: Path) -> PreTrainedTokenizerBase:
+def _sharded(policy: Policy, config: Config, world: World) -> Policy:
+    mixed = config.model.dtype == "mixed"
+    return shard(policy, world, mixed=mixed, cpu_offload=config.dist.cpu_offload)
+
+
+def _make_tokenizer(config: Config, domain: Domain, folder: Path) -> None:
     """The tokenizer of a model built in the run; kept in the run's folder, because ids must mean
     the same after a resume whatever has happened to the code that made it."""
     if not folder.exists():
@@ -291,7 +337,6 @@ def _own_tokenizer(config: Config, domain: Domain, folder: Path) -> PreTrainedTo
             tokenizer.save_pretrained(part)
 
         checkpoint.atomic_folder(folder, write)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def _restore(run: Run, state: dict[str, Any], folder: Path) -> None:
@@ -305,5 +350,6 @@ def _restore(run: Run, state: dict[str, Any], folder: Path) -> None:
                 f"restore the folder or start a new run"
             )
         run.begin_training()
-    checkpoint.load_weights(folder, run.policy.model, run.learner.optimizers)
+    checkpoint.load_weights(folder, run.policy.model, run.learner.optimizers, run.world)
+    run.mirror.refresh()
     run.rollout.sampler.publish(run.cursor.version)

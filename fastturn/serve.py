@@ -139,7 +139,8 @@ def serve_command(
     """
     engine = engine or Engine(("vllm", "serve"))
     argv = [*engine.script, model, "--host", host, "--port", str(port)]
-    argv += ["--dtype", config.model.dtype, "--max-model-len", str(config.model.max_context)]
+    argv += ["--dtype", config.model.compute_dtype]
+    argv += ["--max-model-len", str(config.model.max_context)]
     argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     argv += ["--enable-prefix-caching"]
     # Servers of one seed draw the same numbers in the same order: siblings that two of them sample

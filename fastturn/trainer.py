@@ -15,6 +15,7 @@ a run that was killed and resumed repeats the one that was not.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 from collections import Counter
@@ -30,10 +31,11 @@ from fastturn import tree
 from fastturn.config import Config
 from fastturn.credit import ALGORITHMS
 from fastturn.demos import demonstrate
+from fastturn.dist import World
 from fastturn.envs.base import Task
 from fastturn.evaluate import Evaluation, evaluate
 from fastturn.learner import supervised
-from fastturn.pack import pack
+from fastturn.meter import Meter
 from fastturn.policy import Objective
 from fastturn.progress import Progress
 from fastturn.progress import Task as Bar
@@ -47,17 +49,22 @@ MOST_CUT = 0.3  # share of truncated episodes in the first iteration that earns 
 __all__ = ["RunError", "train"]
 
 
-def train(config: Config, recipe: Config, out: Path, resume: bool = False) -> dict[str, Any]:
+def train(
+    config: Config, recipe: Config, out: Path, resume: bool = False, world: World | None = None
+) -> dict[str, Any]:
     """Run `config` in the folder `out` and return its summary (also `out/summary.json`).
 
     `recipe` is the configuration before overrides (the report marks what differs). With `resume`
     the newest checkpoint of `out` continues; without it `out` must not hold a run. Raises
     `RunError`, `ConfigError` or `DomainError` with a remedy, and `KeyboardInterrupt` after Ctrl-C,
-    when the step in hand is finished and saved.
+    when the step in hand is finished and saved. In a `world` of several processes all of them call
+    it with the same arguments; only the leader writes to `out` (but for its shards) and prints.
     """
+    world = world or World.single(config.device)
     with (
-        Progress() as progress,
-        open_run(config, recipe, out, resume, progress) as run,
+        Path(os.devnull).open("w") as nowhere,
+        Progress(stream=None if world.leader else nowhere) as progress,
+        open_run(config, recipe, out, resume, progress, world=world) as run,
         saved_when_servers_fail(run),
     ):
         with interruptible(run):
@@ -81,14 +88,16 @@ def warm_start(run: Run) -> None:
         while cursor.warm_step < config.warm.steps:
             tasks = pick(run, cursor.warm_step, config.warm.batch, "warm")
             key = (config.seed, "warm", cursor.warm_step)
-            shown = demonstrate(run.domain, run.rollout.renderer, tasks, config.turns, key)
-            batches = pack(supervised(shown), config.pack_tokens, run.policy.device)
+            own = run.rollout.peers.mine(tasks)
+            shown = demonstrate(run.domain, run.rollout.renderer, own, config.turns, key)
+            shown = run.rollout.peers.join(shown)
+            batches = learner.pack(supervised(shown))
             lr = run.learner.optimizers.lr
             step = learner.step(batches, objective, learner.optimizers)
             cursor.warm_step += 1
             nll = -step.mean("logprob")
             if cursor.warm_step % 10 == 0 or cursor.warm_step == config.warm.steps:
-                run.meter.record("warm", {"step": cursor.warm_step, "loss": nll, "lr": lr})
+                run.record("warm", {"step": cursor.warm_step, "loss": nll, "lr": lr})
             bar.advance(1, loss=nll)
             stop_if_asked(run)
     cursor.phase, cursor.version = "train", cursor.version + 1
@@ -113,7 +122,7 @@ def held_out(run: Run, split: str) -> Evaluation:
     ):
         result = evaluate(watched(run, bar), tasks)
     record = {"iteration": run.cursor.iteration, "split": split, **result.record()}
-    run.meter.record("eval", record)
+    run.record("eval", record)
     run.progress.say(
         f"held-out success {split}: sampled {result.success:.1%}, greedy {result.greedy:.1%} "
         f"({len(tasks)} tasks)"
@@ -150,7 +159,7 @@ def one_iteration(run: Run) -> dict[str, Any]:
             if cursor.stage < len(stages):
                 stop_if_asked(run)
     record = iteration_record(cursor.iteration, cursor.tally, cursor.totals)
-    run.meter.record("iteration", record)
+    run.record("iteration", record)
     warn_silence(run)
     if cursor.iteration == 0 and cursor.tally["episodes"]:
         warn_truncation(run, cursor.tally["ending_truncated"] / cursor.tally["episodes"])
@@ -172,7 +181,7 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
         return iter([(0, run.rollout.roots(tasks))])
     if not run.trunks:
         roots = run.rollout.roots(tasks, config.trunks)
-        with run.progress.task("trunks", len(roots)) as bar:
+        with run.progress.task("trunks", len(run.rollout.peers.mine(roots))) as bar:
             run.trunks = watched(run, bar).grow(roots, ("trunk", cursor.iteration))
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
     return tree.stages(run.trunks)
@@ -184,7 +193,7 @@ def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
     if cursor.stage:
         publish(run)
     n = config.group_size - ALGORITHMS[config.algorithm].unsampled
-    with run.progress.task(f"turn {turn + 1}", len(points) * n) as bar:
+    with run.progress.task(f"turn {turn + 1}", len(run.rollout.peers.mine(points)) * n) as bar:
         groups = watched(run, bar).fork(points, n, ("fork", cursor.iteration, turn))
     record, credits = run.learner.update(groups, cursor.version, (cursor.iteration, turn))
     position = {"iteration": cursor.iteration, "stage": turn, "version": cursor.version}
@@ -194,7 +203,7 @@ def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
         cursor.tally[name] += record[name]
     for name in ("log_ratio_sum", "actions_first"):
         cursor.totals[name] += record.pop(name)
-    run.meter.record("stage", position | record)
+    run.record("stage", position | record)
     for sample in transcripts(credits, run.tokenizer, cursor.iteration, turn):
         run.meter.sample(sample)
 
@@ -215,6 +224,7 @@ def publish(run: Run) -> None:
     """Hand the weights to the sampler. Also when they are the same as before: a resumed run begins
     with an empty prefix store, so an unbroken one has to, for both to compute the same bits."""
     with run.meter.span("publish"):
+        run.mirror.refresh(run.cursor.version)
         run.rollout.sampler.publish(run.cursor.version)
 
 
@@ -257,14 +267,20 @@ def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) 
 
 def finish(run: Run) -> dict[str, Any]:
     """Last evaluation, final model, summary and report; repeated harmlessly on a finished run."""
-    config, cursor = run.config, run.cursor
+    cursor = run.cursor
     if cursor.phase != "done":
         after = held_out(run, "after")
         cursor.after, cursor.phase = after.record(), "done"
         run.save_final()
         run.save()
-    totals = cursor.totals
+    return run.world.first(lambda: conclude(run))
+
+
+def conclude(run: Run) -> dict[str, Any]:
+    """Summary and report of a finished run: the leader's work."""
+    config, cursor, totals = run.config, run.cursor, run.cursor.totals
     first = totals["actions_first"]
+    assert isinstance(run.meter, Meter)
     summary = run.meter.summary(
         {
             "recipe": config.recipe,
@@ -355,8 +371,9 @@ def warn_truncation(run: Run, share: float) -> None:
 
 
 def stop_if_asked(run: Run) -> None:
-    """After Ctrl-C (which lets the step in hand finish): save, say how to go on, and leave."""
-    if not run.stop.is_set():
+    """After Ctrl-C on any rank, which lets the step in hand finish: save, say how to go on, and
+    leave."""
+    if not run.world.any(run.stop.is_set()):
         return
     run.save()
     run.progress.say(f"stopped and saved; go on with the same command and --resume --out {run.out}")
@@ -369,9 +386,12 @@ def saved_when_servers_fail(run: Run) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        run.save()
+        saved = run.world.size == 1  # shards need all ranks, and the others are not here
+        if saved:
+            run.save()
+        state = "The run is saved" if saved else "The last checkpoint is whole"
         raise RunError(
-            f"{error}. The run is saved; go on with the same command and --resume --out {run.out}"
+            f"{error}. {state}; go on with the same command and --resume --out {run.out}"
         ) from error
 
 

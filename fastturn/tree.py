@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastturn.config import Config
 from fastturn.envs.base import Domain, Env, Observation, Task
@@ -35,6 +35,7 @@ from fastturn.types import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def stream_seed(*key: object) -> int:
@@ -118,6 +119,29 @@ class Unmetered:
         """Not counted."""
 
 
+class Peers(Protocol):
+    """The processes that share a rollout: each plays its own items, all know all results."""
+
+    def mine(self, items: Sequence[T]) -> Sequence[T]:
+        """The items that this process is to play."""
+        ...
+
+    def join(self, results: Sequence[T]) -> list[T]:
+        """The results of all items in their order, from one result for each of `mine`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One process plays everything."""
+
+    def mine(self, items: Sequence[T]) -> Sequence[T]:
+        return items
+
+    def join(self, results: Sequence[T]) -> list[T]:
+        return list(results)
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """The sampling side of a run: tasks in, trunks and sibling groups out."""
@@ -128,13 +152,15 @@ class Rollout:
     config: Config
     clock: Clock
     on_turn: Callable[[int, int], None] = lambda ended, tokens: None  # progress, after each turn
+    peers: Peers = Alone()
 
     def roots(self, tasks: Sequence[Task], trunks: int = 1) -> list[Point]:
         """The start of every task, `trunks` times over: the boundaries of turn 0. Tasks that leave
         no room for an answer are left out (said, and counted as `task_too_long`)."""
-        points = []
+        found: list[list[Point]] = []  # of every task
         with self.clock.span("environment"):
-            for task in tasks:
+            for task in self.peers.mine(tasks):
+                found.append([])
                 env = self.domain.env()
                 conversation = self.renderer.start(env.start(task))
                 if not self.renderer.fits(conversation):
@@ -148,14 +174,15 @@ class Rollout:
                     self.clock.count("task_too_long")
                     continue
                 for trunk in range(trunks):
-                    points.append(Point(task, trunk, 0, 0, env.snapshot(), conversation))
-        return points
+                    found[-1].append(Point(task, trunk, 0, 0, env.snapshot(), conversation))
+        return [point for points in self.peers.join(found) for point in points]
 
     def grow(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Trunk]:
         """One complete trajectory from every root, with the point of every boundary on its way."""
-        episodes = [self._resume(root, (*key, root.task.id, root.trunk)) for root in roots]
+        own = self.peers.mine(roots)
+        episodes = [self._resume(root, (*key, root.task.id, root.trunk)) for root in own]
         self._play([[episode] for episode in episodes], self._params(), "trunk_decode", True)
-        return [Trunk(e.trajectory(), tuple(e.points)) for e in episodes]
+        return self.peers.join([Trunk(e.trajectory(), tuple(e.points)) for e in episodes])
 
     def fork(
         self,
@@ -171,22 +198,24 @@ class Rollout:
         keeps fewer than two of several siblings has nothing to compare and is left out as well
         (counted as `group_lost`).
         """
+        own = self.peers.mine(points)
         cohorts = [
             [self._resume(point, (*key, point.task.id, point.trunk, j)) for j in range(n)]
-            for point in points
+            for point in own
         ]
         self._play(cohorts, self._params(temperature), span, False)
-        groups = []
-        for point, cohort in zip(points, cohorts, strict=True):
+        groups: list[SiblingGroup | None] = []
+        for point, cohort in zip(own, cohorts, strict=True):
             siblings = [e.trajectory() for e in cohort if e.ending is not Ending.FAILED]
             if len(siblings) < min(n, 2):
                 self.clock.count("group_lost")
+                groups.append(None)
                 continue
             context_T = point.conversation.context_T
             groups.append(
                 SiblingGroup(point.task.id, point.trunk, point.turn, context_T, tuple(siblings))
             )
-        return groups
+        return [group for group in self.peers.join(groups) if group is not None]
 
     def _params(self, temperature: float | None = None) -> SamplingParams:
         if temperature is None:

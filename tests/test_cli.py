@@ -11,6 +11,7 @@ import pytest
 
 from fastturn import cli, plan
 from fastturn.config import Config, ConfigError, Model, override
+from fastturn.dist import World
 from fastturn.recipes import RECIPES
 
 
@@ -35,7 +36,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
     """Calls that reach the trainer, which is replaced: it only claims the folder."""
     calls: list[tuple[Any, ...]] = []
 
-    def train(config: Config, recipe: Config, out: Path, resume: bool) -> dict[str, Any]:
+    def train(
+        config: Config, recipe: Config, out: Path, resume: bool, world: World
+    ) -> dict[str, Any]:
         calls.append((config, recipe, out, resume))
         (out / "config.json").write_text("{}")
         return {}
@@ -147,7 +150,7 @@ def test_bad_input_found_by_the_run_leaves_no_folder(
 ):
     """Unless the folder was there before, or training had begun."""
 
-    def train(config: Config, recipe: Config, out: Path, resume: bool) -> None:
+    def train(config: Config, recipe: Config, out: Path, resume: bool, world: World) -> None:
         (out / "config.json").write_text("{}")
         (out / "records.jsonl").write_text(records)
         raise ConfigError("data.path='': expected tasks")
@@ -339,6 +342,26 @@ def test_memory_of_a_model_folder(tmp_path):
     saving = plan.memory_gib(override(config, ["model.gradient_checkpointing=true"]))
     name = "activations of a micro-batch"
     assert saving[name] < memory[name]
+
+
+def test_memory_of_one_of_several_ranks(capsys):
+    config = Config()
+    shape, alone = plan.shape_of(config), plan.memory_gib(config)
+    one = plan.memory_gib(config, 8)
+    for name in ("weights", "gradients", "AdamW moments"):
+        assert one[name] == alone[name] / 8
+    assert one["weights to sample from"] == alone["weights"]
+    assert "weights to sample from" not in alone
+    groups = plan.memory_gib(override(config, ["dist.shard_ranks=2"]), 8)
+    assert groups["weights"] == alone["weights"] / 2
+    mixed = plan.memory_gib(override(config, ["model.dtype=mixed"]))
+    assert mixed["weights"] == 2 * mixed["weights to sample from"] == alone["weights"]
+    assert cli.main(["train", "quickstart", "--dry-run", "--nproc", "4"]) == 0
+    assert "memory estimate of one of 4 ranks" in capsys.readouterr().out
+    plan.require_memory(config, 1, 1.0)
+    with pytest.raises(ConfigError, match=r"weights .* = 0\.\d+ GiB on each, which has 0\.00 GiB"):
+        plan.require_memory(override(config, ["model.width=512"]), 1, 0.001)
+    assert shape is not None and shape.embeddings < shape.parameters
 
 
 def test_memory_of_models_that_cannot_be_read(tmp_path, monkeypatch, capsys):

@@ -39,7 +39,8 @@ LEFT = (
 # runs it, the one for vLLM servers publishes and proves it.
 IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "store", "vllm")}
 RIGHT = (
-    *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "dist", "learner"),
+    *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "learner"),
+    *("dist", "sharding", "lifeline"),
     *("meter", "records", "trackers", "provenance"),
 )
 TEXT = ("render", "template", "envs", "tokenizer", "demos", "transcripts", "tree")

@@ -311,7 +311,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(
 ):
     from fastturn import checkpoint
 
-    def full(folder, *rest):
+    def full(folder, *rest, **named):
         raise checkpoint.CheckpointError(f"could not write {folder}: No space left on device")
 
     monkeypatch.setattr(checkpoint, "save", full)
