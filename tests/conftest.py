@@ -19,6 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with a real server come last: it may still be on its way."""
+    items.sort(key=lambda item: "real" in item.path.parts)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

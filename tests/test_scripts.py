@@ -177,15 +177,15 @@ def test_a_server_that_cannot_be_set_up_is_said_and_fails_nothing(code, reason, 
     engine(checkout, f"echo the network is away >&2\nexit {code}\n")
     status, out, err = checkout.run("test")
     assert status == 0 and "the network is away" in err and "error: failed" not in err
-    assert f"test: no vLLM server here ({reason}); its tests are skipped" in out.splitlines()
+    assert f"test: no vLLM server here ({reason}); its tests are skipped" in err.splitlines()
     assert out.splitlines()[-1] == "pytest -m not slow"
 
 
 def test_the_server_is_set_up_for_the_whole_suite_and_not_for_a_selection(checkout):
     engine(checkout, "echo set up\n")
-    assert "set up" in checkout.run("test")[1].splitlines()
-    assert "set up" in checkout.run("test", "--slow")[1].splitlines()
-    assert "set up" not in checkout.run("test", "tests/test_x.py")[1].splitlines()
+    assert "set up" in checkout.run("test")[2].splitlines()
+    assert "set up" in checkout.run("test", "--slow")[2].splitlines()
+    assert "set up" not in checkout.run("test", "tests/test_x.py")[2].splitlines()
 
 
 def test_test_selects(checkout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -128,6 +129,11 @@ class Live:
 
 
 def _require_engine() -> None:
+    """Waits for a setup that is under way, as scripts/test starts it beside the other tests."""
+    lock = VENV / ".lock"
+    if lock.exists():
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
     if not (VENV / ".installed").exists():
         pytest.skip("no vLLM here; bash scripts/setup_vllm_cpu makes an environment (x86-64 Linux)")
 
