@@ -5,15 +5,18 @@
 One loss for all: clipped surrogate, mean over a sequence's tokens, mean over sequences, forward and
 backward. `liger` is `LigerFusedLinearGRPOLoss` as it comes (loss compiled), `trl` is the chunked
 log-probability function of TRL with the loss in plain torch. A peer that is not installed is named
-and left out. Times alternate and only count once all results agree with plain torch; errors are
-against plain torch in float64 on the same inputs.
+and left out. Times alternate and only count once all results agree with plain torch; beside them
+stands their share of the floor, three matrix products of that size timed in the same rounds. Errors
+are against plain torch in float64 on the same inputs, over several draws of them; `rounding` is the
+float64 gradient itself in the inputs' dtype, below which nothing can be.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from .record import Measured
 CLIP = 0.2
 TOLERANCE = 2e-4  # float32, sums over 2048 rows
 PACKAGES = {"liger": "liger_kernel", "trl": "trl"}
+SEEDS = 12
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -70,9 +74,9 @@ class PeerInputs:
         )
 
 
-def peer_inputs(case: PeerCase, device: str) -> PeerInputs:
+def peer_inputs(case: PeerCase, device: str, seed: int = 0) -> PeerInputs:
     """Random weights; log-ratios of ±0.05, so that no token is clipped: nothing is skipped."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     shape = case.sequences, case.tokens
     dtype = DTYPES[case.dtype]
 
@@ -189,31 +193,46 @@ def times(case: PeerCase, repeats: int, device: str) -> Iterator[Measured]:
     inputs, config = peer_inputs(case, device), asdict(case)
     run = providers(inputs, compiled=True)
     check_equal({"plain": lambda: step(plain_loss, inputs)} | run, "plain", TOLERANCE)
-    yield from compared(case.name, seconds(run, repeats), config)
+    product = partial(_product, inputs.hidden_BTD.detach().flatten(0, 1), inputs.head_VD.detach())
+    found = seconds(run | {"product": product}, repeats)
+    one = found.pop("product")
+    yield from compared(case.name, found, config)
+    for name, values in found.items():
+        share = tuple(3 * floor / value for floor, value in zip(one, values, strict=True))
+        yield Measured(case.name, name, "fraction of floor", "1", share, config)
 
 
-def errors_of(case: PeerCase, device: str) -> dict[str, Mapping[str, float]]:
-    """max |x - truth| / max |truth| of each gradient, by provider; plain torch is among them."""
-    inputs = peer_inputs(case, device)
+def _product(hidden_AD: Tensor, head_VD: Tensor) -> list[Tensor]:
+    return [torch.mm(hidden_AD, head_VD.T)]
+
+
+def errors_of(case: PeerCase, device: str, seed: int = 0) -> dict[str, dict[str, float]]:
+    """max |x - truth| / max |truth| of each gradient, by provider; plain torch is among them, and
+    `rounding`."""
+    inputs = peer_inputs(case, device, seed)
     truth = step(plain_loss, inputs.to(torch.float64))
-    found = {}
+    results = {"rounding": [x.to(inputs.head_VD.dtype) for x in truth]}
     for name, loss in ({"plain": plain_loss} | losses(compiled=False)).items():
-        got = step(loss, inputs)
-        found[name] = {
+        results[name] = step(loss, inputs)
+    return {
+        name: {
             of: float((x.double() - right).abs().max() / right.abs().max())
             for of, x, right in zip(("loss", "dhidden", "dhead"), got, truth, strict=True)
         }
-    return found
+        for name, got in results.items()
+    }
 
 
 def errors(case: PeerCase, repeats: int, device: str) -> Iterator[Measured]:
-    """Gradient errors, the same in every repetition, and ours relative to each peer's."""
-    config, found = asdict(case), errors_of(case, device)
-    for name, error in found.items():
+    """Gradient errors of each draw, and ours relative to each peer's on the same draw."""
+    config = asdict(case)
+    draws = [errors_of(case, device, seed) for seed in range(SEEDS)]
+    for name in draws[0]:
         for of in ("dhidden", "dhead"):
-            yield Measured(case.name, name, f"{of} error", "1", (error[of],), config)
+            values = tuple(found[name][of] for found in draws)
+            yield Measured(case.name, name, f"{of} error", "1", values, config)
             if name != "fastturn":
-                share = (found["fastturn"][of] / error[of],)
+                share = tuple(found["fastturn"][of] / found[name][of] for found in draws)
                 yield Measured(case.name, "fastturn", f"{of} error / {name}", "1", share, config)
 
 

@@ -142,7 +142,8 @@ def check_finite(name: str, value: Tensor) -> None:
 def check_number(name: str, value: float, low: float, *, open_low: bool = False) -> None:
     """`low <= value < inf`, or `low < value` with `open_low`."""
     sign = ">" if open_low else ">="
-    if not isinstance(value, numbers.Real):
+    given: object = value  # whatever came, and no tensor: comparing one waits for its device
+    if not isinstance(given, numbers.Real):
         raise ValueError(
             f"{name}: expected a Python number {sign} {low}, got {value!r} of type "
             f"{type(value).__name__}; convert it with float()"

@@ -314,7 +314,8 @@ class _Logprob(torch.autograd.Function):
             stat_4C = torch.nn.functional.pad(
                 stat_4R[:, chunk.row_C], (0, len(x_CD) - len(chunk.row_C)), value=1.0
             )
-            whole = Whole(*stat_4C, logprob_A[live_A][of])
+            max_C, sum_C, log_C, entropy_C = stat_4C
+            whole = Whole(max_C, sum_C, log_C, entropy_C, logprob_A[live_A][of])
             with without_autocast(hidden_RD.device):
                 dz_CV = _chunk_gradient(shard, chunk, x_CD, whole, glogprob, gentropy)
                 gradients.add(head, chunk.row_C, dz_CV, x_CD)

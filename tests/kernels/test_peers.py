@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastturn.bench import measure, peers
+from fastturn.bench import gpu_sections, measure, peers, roofline
 
 SMALL = peers.PeerCase(4, 6, 16, 70, "float32")
 
@@ -21,13 +21,37 @@ def test_providers_agree_with_plain_torch() -> None:
     measure.check_equal(plain | run, "plain", 1e-5)
 
 
-def test_gradient_error_is_at_most_half_of_liger_s() -> None:
-    """64 sequences in bfloat16: the head's gradient is rounded once here, and once a sequence
-    there."""
-    found = peers.errors_of(peers.ERROR, "cpu")
+@pytest.mark.parametrize("seed", [0, 1, 11])
+def test_gradient_errors_are_those_of_one_rounding(seed: int) -> None:
+    """64 sequences in bfloat16. Nothing in that dtype is closer to the truth: that can be promised,
+    and no share of Liger's error of dhidden. The head's gradient is rounded once here, and once a
+    sequence there."""
+    found = peers.errors_of(peers.ERROR, "cpu", seed)
     for gradient in ("dhidden", "dhead"):
-        assert found["fastturn"][gradient] <= 0.5 * found["liger"][gradient], gradient
-        assert found["fastturn"][gradient] <= found["plain"][gradient], gradient
+        ours = found["fastturn"][gradient]
+        assert ours <= 1.01 * found["rounding"][gradient], gradient
+        assert ours <= found["plain"][gradient], gradient
+        assert ours < found["liger"][gradient], gradient
+    assert found["fastturn"]["dhead"] <= 0.5 * found["liger"]["dhead"]
+
+
+def test_share_of_the_floor_on_a_known_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(8192, 4096, 151936) has a floor of 30.91 ms on an H200: half of the time at 61.82 ms. A
+    device without an entry has only its share of the measured ceiling."""
+    work = roofline.surrogate(8192, 4096, 151936)
+    for device, metrics in (
+        ("NVIDIA H200", ["time", "fraction of ceiling", "fraction_of_floor"]),
+        ("NVIDIA Unknown", ["time", "fraction of ceiling"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=device: name)
+        check = gpu_sections.Check("cuda", dry=False, ceiling_flops_s=700e12)
+        times = {"fastturn": [0.06182, 0.03091], "absent": []}
+        gpu_sections.rows_of_times(check, "case", times, work, {})
+        assert [m.metric for m in check.measured] == metrics
+        ceiling = check.measured[1].values
+        assert ceiling == pytest.approx([0.7069, 1.4138], rel=1e-3)
+        if len(metrics) == 3:
+            assert check.measured[2].values == pytest.approx([0.5, 1.0], rel=1e-3)
 
 
 def test_no_token_is_clipped() -> None:
@@ -39,6 +63,7 @@ def test_no_token_is_clipped() -> None:
 
 def test_rows_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(peers.PARTS, "error", (peers.errors, SMALL))
+    monkeypatch.setattr(peers, "SEEDS", 2)
     assert peers.main(["error", "--no-record"]) == 0
     printed = capsys.readouterr().out
     for metric in ("dhead error / liger", "dhidden error / trl", "grpo/4x6/float32"):
@@ -61,7 +86,9 @@ def test_times_and_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     case = peers.PeerCase(2, 4, 8, 40, "float32")
     rows = {(m.provider, m.metric): m for m in peers.times(case, 3, "cpu")}
     ratios = {("fastturn", "time / liger"), ("fastturn", "time / trl")}
-    assert set(rows) == {(name, "time") for name in ("fastturn", "liger", "trl")} | ratios
+    each = {(n, m) for n in ("fastturn", "liger", "trl") for m in ("time", "fraction of floor")}
+    assert set(rows) == each | ratios
+    assert all(share > 0 for share in rows["trl", "fraction of floor"].values)
     ours, theirs = (rows[name, "time"].values for name in ("fastturn", "liger"))
     want = tuple(x / y for x, y in zip(ours, theirs, strict=True))
     assert rows["fastturn", "time / liger"].values == want

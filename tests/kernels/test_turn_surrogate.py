@@ -274,7 +274,7 @@ def test_labels_on_one_row_equal_duplicated_rows(
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, DOUBLE])
-@pytest.mark.parametrize(("width", "vocab"), [(32, 130), (96, 1003), (64, 334)])
+@pytest.mark.parametrize(("width", "vocab"), [(32, 130), (96, 1003), (64, 334), (40, 77)])
 def test_a_row_alone_equals_the_row_in_a_batch(
     case: Any, short_chunks: Any, dtype: torch.dtype, width: int, vocab: int
 ) -> None:
