@@ -32,17 +32,23 @@ def check_equal(run: Mapping[str, Provider], truth: str, tolerance: float) -> No
                 )
 
 
-def seconds(run: Mapping[str, Provider], repeats: int, warm: int = 1) -> dict[str, list[float]]:
-    """Wall-clock of each provider, alternating, after `warm` uncounted repetitions of each."""
+def seconds(
+    run: Mapping[str, Provider],
+    repeats: int,
+    warm: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Time of each provider by a clock in seconds, alternating, after `warm` uncounted repetitions
+    of each."""
     times: dict[str, list[float]] = {name: [] for name in run}
     for repeat in range(repeats + warm):
         for name, provider in run.items():
             _wait()
-            start = time.perf_counter()
+            start = clock()
             provider()
             _wait()
             if repeat >= warm:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

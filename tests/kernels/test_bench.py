@@ -54,6 +54,14 @@ def test_row_schema() -> None:
     assert len(row.commit) == 40
 
 
+def test_providers_alternate_after_warming() -> None:
+    calls: list[str] = []
+    run = {name: lambda name=name: calls.append(name) or [] for name in ("a", "b")}
+    ticks = iter(range(100))
+    times = measure.seconds(run, repeats=2, warm=1, clock=lambda: float(next(ticks)))
+    assert calls == ["a", "b"] * 3 and times == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+
+
 def test_wrong_results_are_not_timed() -> None:
     right, wrong = torch.ones(3), torch.tensor([1.0, 1.0, 1.1])
     measure.check_equal({"a": lambda: [right], "b": lambda: [right * 1.00001]}, "a", 1e-3)
@@ -141,7 +149,9 @@ def test_sibling_lengths_keep_their_mean() -> None:
 
 def test_speed_up_is_relative_to_the_counted_ratio() -> None:
     times = {"padded": [9.0], "rows": [8.0], "packed": [2.0]}
-    rows = {m.metric: m.values for m in steps.speeds(SMALL, times) if m.provider == "packed"}
+    rows = {
+        m.metric: m.values for m in steps.speeds(SMALL, times, "time") if m.provider == "packed"
+    }
     assert rows["speed-up over padded"] == (4.5,)
     assert rows["speed-up / flop ratio"] == (4 / SMALL.flop_ratio,)
 
