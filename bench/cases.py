@@ -22,6 +22,8 @@ class ModelShape:
 
 
 SMOLLM2 = ModelShape(vocab=49152, width=576, inner=1536, heads=9, keys=3)  # SmolLM2-135M: 30 layers
+QWEN3_1_7B = ModelShape(vocab=151936, width=2048, inner=6144, heads=16, keys=8)  # 28 layers
+TOY = ModelShape(vocab=130, width=32, inner=48, heads=4, keys=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from . import gpu_laws as laws
 from . import gpu_ops as ops
-from . import roofline
+from . import layouts, roofline
+from .cases import QWEN3_1_7B, TOY, StepCase
 from .measure import Provider, WrongResult, check_equal, peak_bytes, ratios, table
 from .record import Measured
 
 REPEATS = 15
+PLAIN = ("plain torch", "sdpa, replicated rows", "rows")  # what the others are compared with
 # Relative to the largest number, against plain torch in the same dtype: ours, and other libraries,
 # some of which round log-probabilities to half precision. What is exact is judged by `gpu_laws`.
 TOLERANCE = {"bfloat16": (5e-2, 0.3), "float32": (2e-4, 2e-4)}
@@ -178,7 +180,7 @@ def usable(
 ) -> dict[str, Provider]:
     """Providers that exist, run, and agree with the plain one; the others are named."""
     ready: dict[str, Provider] = {}
-    plain = wanted.get("plain torch") or wanted["sdpa, dense mask"]
+    plain = next(wanted[name] for name in PLAIN if name in wanted)
     truth = check.attempt(f"{case}, truth", lambda: [x.clone() for x in plain()()], ours=False)
     for name, make in wanted.items():
         if check.remaining_s < 4:
@@ -315,6 +317,26 @@ def attention(check: Check) -> None:
         free()
 
 
+def update(check: Check) -> None:
+    """A whole update of one group: packed, and with the context read once for each sibling."""
+    dtype = torch.float32 if check.dry else torch.bfloat16
+    case = StepCase(24, 2, 8, 1, TOY) if check.dry else StepCase(4096, 8, 512, 4, QWEN3_1_7B)
+    made = layouts.Update(case, check.device, dtype).providers()
+    packed = "fastturn packed"
+    named = {"rows": made["rows"], "padded": made["padded"], packed: made["packed"]}
+    wanted = {name: partial(_itself, provider) for name, provider in named.items()}
+    run = usable(check, case.name, wanted, str(dtype).removeprefix("torch."))
+    times, config = timed(check, run), asdict(case) | {"dtype": str(dtype)}
+    work = roofline.Work(case.packed.flops(case.shape, case.layers), 0.0)
+    rows_of_times(check, case.name, times, work, config)
+    if times.get("rows") and times.get(packed):
+        gain = ratios(times["rows"], times[packed])
+        share = tuple(x / case.flop_ratio for x in gain)
+        check.add(Measured(case.name, packed, "speed-up over rows", "1", gain, config))
+        check.add(Measured(case.name, packed, "speed-up / ideal", "1", share, config))
+    memory(check, case.name, run, config)
+
+
 def _itself(provider: Provider) -> Provider:
     return provider
 
@@ -323,9 +345,10 @@ def _itself(provider: Provider) -> Provider:
 SECTIONS: dict[str, tuple[float, Callable[[Check], None]]] = {
     "correctness": (0.18, correctness),
     "ceiling": (0.03, ceiling),
-    "heads": (0.47, heads),
-    "logprobs": (0.10, logprobs),
-    "attention": (0.14, attention),
+    "heads": (0.42, heads),
+    "logprobs": (0.08, logprobs),
+    "attention": (0.15, attention),
+    "update": (0.06, update),
     "offsets": (0.08, offsets),  # last: an illegal access would end every later one
 }
 

@@ -26,7 +26,7 @@ from fastturn.kernels import turn_surrogate
 from fastturn.models import ATTENTION
 from fastturn.pack import pack
 from fastturn.policy import Objective, Policy
-from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
+from fastturn.types import Boundary, Completion, Credit, Ending, Ids, Stop, Trajectory, Turn
 
 from .cases import ModelShape, StepCase
 from .measure import Provider
@@ -78,27 +78,29 @@ def group(case: StepCase) -> list[Credit]:
 
 
 class Update:
-    """The model, the group as tensors, and one provider a layout.
+    """The model, the group as tensors on `device`, and one provider a layout.
 
     context_T int64 [C]; action_SA the actions of each sibling; action_A, advantage_A, weight_A all
     actions in the order of siblings.
     """
 
-    def __init__(self, case: StepCase) -> None:
-        self.model: Any = random_model(case.shape, case.layers)
+    def __init__(
+        self, case: StepCase, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.device = torch.device(device)
+        self.model: Any = random_model(case.shape, case.layers).to(self.device, dtype)
         self.policy = Policy(self.model)
         self.credits = group(case)
         turns = [credit.trajectory.turns[0] for credit in self.credits]
-        self.context_T = torch.from_numpy(turns[0].boundary.context_T.astype(np.int64))
-        self.action_SA = [
-            torch.from_numpy(turn.completion.action_A.astype(np.int64)) for turn in turns
-        ]
+        self.context_T = self._ids(turns[0].boundary.context_T)
+        self.action_SA = [self._ids(turn.completion.action_A) for turn in turns]
         self.lengths = list(case.lengths)
         self.action_A = torch.cat(self.action_SA)
-        length_S = torch.tensor(self.lengths)
+        length_S = torch.tensor(self.lengths, device=self.device)
 
         def by_action(of: Callable[[Credit], float]) -> Tensor:
-            return torch.tensor([of(credit) for credit in self.credits]).repeat_interleave(length_S)
+            each_S = torch.tensor([of(credit) for credit in self.credits], device=self.device)
+            return each_S.repeat_interleave(length_S)
 
         self.behavior_A = torch.full_like(self.action_A, UNIFORM, dtype=torch.float32)
         self.advantage_A = by_action(lambda credit: float(credit.advantage_U[0]))
@@ -107,6 +109,9 @@ class Update:
         self.watched = [
             next(p for name, p in reversed(parameters.items()) if part in name) for part in WATCHED
         ]
+
+    def _ids(self, id_T: Ids) -> Tensor:
+        return torch.from_numpy(id_T.astype(np.int64)).to(self.device)
 
     def providers(self) -> dict[str, Provider]:
         """By layout; without the peer's package the peer is named on the terminal and left out."""
@@ -125,7 +130,8 @@ class Update:
         def step() -> Sequence[Tensor]:
             self.model.set_attn_implementation(attention)
             self.model.zero_grad()
-            value = loss()
+            with self.device:  # where new tensors are made
+                value = loss()
             value.backward()
             return [value.detach(), *(p.grad for p in self.watched)]
 
@@ -197,7 +203,7 @@ class Update:
         return self._loss(suffix_STD[:, :-1][mask_ST[:, 1:]])
 
     def _packed(self) -> Tensor:
-        (batch,) = pack([self.credits], budget_T=1 << 30)
+        (batch,) = pack([self.credits], 1 << 30, self.device)
         loss: Tensor = self.policy(batch, Objective(clip_low=CLIP, clip_high=CLIP)).loss
         return loss
 

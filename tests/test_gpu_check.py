@@ -103,6 +103,12 @@ def test_attention_is_measured_beside_its_peers(provider: str, dry: Dry) -> None
     assert want <= dry.metrics("attention/", provider)
 
 
+def test_the_packed_update_is_measured_beside_its_peers(dry: Dry) -> None:
+    for provider in ("rows", "padded", "fastturn packed"):
+        assert {"time", "fraction of ceiling"} <= dry.metrics("update/", provider)
+    assert {"speed-up over rows", "speed-up / ideal"} <= dry.metrics("update/", "fastturn packed")
+
+
 def test_idle_rows_are_measured_against_live_ones(dry: Dry) -> None:
     for half in ("zero", "clipped"):
         (shape,) = {f"surrogate/{case.shape}, half {half}" for case in gpu_ops.TOY_HEADS}
