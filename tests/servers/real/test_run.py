@@ -217,6 +217,7 @@ class Ledger:
         patch.setattr(trainer, "one_stage", staging)
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_mid_stage_costs_no_sample(live, spare, taught, tmp_path, monkeypatch):
     out = tmp_path / "run"
     ledger = Ledger(monkeypatch, spare.url, spare.kill)
