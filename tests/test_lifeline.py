@@ -39,7 +39,8 @@ def three() -> tuple[list[Lifeline], list[queue.Queue[str]]]:
 
 
 def cut(line: Lifeline) -> None:
-    """What the kernel does with the connections of a dead process."""
+    """What the kernel does with the connections of a dead process, which itself says nothing."""
+    line._closed = True
     for key in list(line._selector.get_map().values()):
         key.fileobj.shutdown(socket.SHUT_RDWR)
 
