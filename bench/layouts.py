@@ -23,9 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from fastturn.kernels import turn_surrogate
+from fastturn.loss import Objective
 from fastturn.models import ATTENTION
 from fastturn.pack import pack
-from fastturn.policy import Objective, Policy
+from fastturn.policy import Policy
 from fastturn.types import Boundary, Completion, Credit, Ending, Ids, Stop, Trajectory, Turn
 
 from .cases import ModelShape, StepCase

@@ -99,6 +99,8 @@ def rows(credits: Sequence[Sequence[Credit]]) -> Iterator[PackedBatch]:
                     weight_A=torch.full((actions,), credit.weight_U[number]),
                     turn_A=torch.zeros(actions, dtype=torch.int64),
                     version_U=torch.tensor([done.version]),
+                    trajectory_U=torch.zeros(1, dtype=torch.int64),
+                    group_U=torch.zeros(1, dtype=torch.int64),
                     tokens_flat=size,
                 )
 

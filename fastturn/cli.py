@@ -39,6 +39,7 @@ KNOWN_ERRORS = (
     ("fastturn.publish", "PublishError", FAILED),
     ("fastturn.checkpoint", "CheckpointError", FAILED),
     ("fastturn.learner", "DivergedError", FAILED),
+    ("fastturn.pack", "DividedGroupError", BAD_INPUT),
     ("fastturn.dist", "DistError", FAILED),
 )
 

@@ -125,6 +125,7 @@ class Config:
 
     recipe: str = "custom"
     algorithm: str = "rtpo"
+    algorithm_options: tuple[str, ...] = ()  # name=value, of this algorithm
     seed: int = 0
     iterations: int = 10
     tasks: int = 32  # tasks an iteration
@@ -167,12 +168,17 @@ def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 def override(config: Config, pairs: Sequence[str]) -> Config:
     """`config` with `key=value` pairs applied, later ones winning, and checked as a whole.
 
+    A pair that names an algorithm brings that algorithm's presets, which the other pairs override.
+
     Example: `override(quickstart(), ["optim.lr=3e-4", "iterations=1"])`.
     Raises `ConfigError` for a pair without "=", an unknown key (the nearest is named) or a value
     that is not of the key's type.
     """
+    from fastturn.algorithms import presets
+
     known = {key: hint for key, hint, _ in fields(config)}
-    for pair in pairs:
+    chosen = [pair.removeprefix("algorithm=") for pair in pairs if pair.startswith("algorithm=")]
+    for pair in [*(presets(chosen[-1]) if chosen else ()), *pairs]:
         key, separator, text = pair.partition("=")
         if not separator:
             raise ConfigError(f"override {pair!r}: expected key=value, for example iterations=1")
@@ -228,15 +234,9 @@ NON_NEGATIVE = (
 
 def check(config: Config) -> Config:
     """`config` itself when it can work, else `ConfigError`."""
-    from fastturn.credit import ALGORITHMS  # the registry of algorithms lives with their credit
+    from fastturn.algorithms import algorithm_of  # it reads configurations itself
 
-    if config.algorithm not in ALGORITHMS:
-        near = difflib.get_close_matches(config.algorithm, ALGORITHMS, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"algorithm={config.algorithm!r}: expected one of {', '.join(ALGORITHMS)}; "
-            f"the nearest is {near!r}"
-        )
-    least = ALGORITHMS[config.algorithm].least_group_size
+    least = algorithm_of(config).least_group_size
     if config.group_size < least:
         raise ConfigError(
             f"group_size={config.group_size}: {config.algorithm} needs at least {least}, because "
@@ -257,8 +257,8 @@ def check(config: Config) -> Config:
         raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
     if not 0 <= config.optim.beta2 < 1:
         raise ConfigError(f"optim.beta2={config.optim.beta2}: expected a decay rate in [0, 1)")
-    if not config.loss.clip_low < 1:
-        raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected a value below 1")
+    if not config.loss.clip_low <= 1:
+        raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected at most 1")
     _check_rollout(config.rollout)
     if config.loss.minibatches > config.tasks:
         raise ConfigError(

@@ -1,21 +1,28 @@
 """Every algorithm's credit: groups of trajectories -> one advantage and one weight for each turn.
 
-A new algorithm is one function here and one line in `ALGORITHMS`. Weights are final: they hold the
-paper's whole normalisation (groups, siblings, tokens), from the data and never from how the data is
-cut into micro-batches. Turns that cannot move the policy get weight 0 and are never read again.
+A credit is a function of groups, the configuration and its own options (keyword arguments). Weights
+are final: they hold the paper's whole normalisation (groups, siblings, tokens), from the data and
+never from how the data is cut into micro-batches. Turns that cannot move the policy get weight 0
+and are never read again.
+
+All but `dapo` are separable: what a group gets depends on the group and on how many there are, so
+`credit([group])` with its weights divided by the number of groups is the credit within a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fastturn.config import Config
+from fastturn.envs.base import events_by_call
 from fastturn.types import Credit, SiblingGroup, Trajectory
 
 Credits = list[list[Credit]]  # one list a group, one credit a trajectory
+Array = NDArray[np.float64]
 
 
 def rtpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
@@ -29,55 +36,252 @@ def rtpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
     """
     return [
         [
-            _credit(trajectory, advantage, [share / _tokens(trajectory, 0)], config)
+            _credit(trajectory, [advantage], share / _tokens(trajectory, 0), config)
             for trajectory, advantage in _centred(group, config)
         ]
-        for group in groups
-        for share in [1 / (len(groups) * len(group.siblings))]
+        for group, share in _shares(groups)
     ]
 
 
 def grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
-    """Trajectory-level credit (GRPO; the paper's eq. 1): one advantage for all turns.
+    """Trajectory-level credit (GRPO, Shao et al. 2024, eq. 3): one advantage for all turns.
 
-    Every sampled token of a trajectory weighs `1/groups * 1/G * 1/tokens of the trajectory`.
+    Every sampled token of a trajectory weighs `1/groups * 1/G * 1/tokens of the trajectory`; the
+    paper's division by the group's standard deviation is `loss.normalize_std`. With leaves of a
+    tree as the group it is ARPO's soft advantage attribution (Dong et al. 2025, section 3.2): a
+    token that several leaves share is scored once for each, so its advantages average.
 
     Example: returns (1, 0), 20 and 10 tokens in all: advantages (.5, -.5), weights (1/40, 1/20).
     """
     return [
         [
-            _credit(
-                trajectory,
-                advantage,
-                [share / trajectory.tokens_sampled] * len(trajectory.turns),
-                config,
-            )
+            _whole(trajectory, advantage, share / trajectory.tokens_sampled, config)
             for trajectory, advantage in _centred(group, config)
         ]
-        for group in groups
-        for share in [1 / (len(groups) * len(group.siblings))]
+        for group, share in _shares(groups)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """How an algorithm rolls out and what it credits.
+def dapo(groups: Sequence[SiblingGroup], config: Config, *, overlong: float = 0.2) -> Credits:
+    """Token-level normalisation with a soft punishment of length (DAPO, Yu et al. 2025, eq. 8-13).
 
-    `reverse`: stages at every boundary of grown trunks, last turn first; otherwise one stage of
-    whole episodes from the start. `unsampled`: members of G that are not sampled at a fork (RTPO
-    counts the trunk). `least_group_size`: smaller groups carry no signal.
+    Every sampled token weighs one over the sampled tokens of all groups that taught something;
+    groups of equal returns (eq. 11) are left out of that sum and weigh nothing. Before centring, a
+    return is lowered by how far its episode reaches into the last `overlong` share of
+    `sampling.episode_tokens`: linearly to -1 (eq. 13).
+
+    Example: episode_tokens = 100 and overlong = 0.2: 80 tokens cost 0, 90 cost 0.5, 100 cost 1.
     """
+    most = config.sampling.episode_tokens
+    soft = overlong * most
+    live = [np.ptp(_returns(group, config)) > 0 for group in groups]
+    pairs = zip(live, groups, strict=True)
+    total = sum(t.tokens_sampled for alive, group in pairs if alive for t in group.siblings)
 
-    credit: Callable[[Sequence[SiblingGroup], Config], Credits]
-    reverse: bool
-    unsampled: int
-    least_group_size: int
+    def punished(group: SiblingGroup) -> Array:
+        over = np.array([t.tokens_sampled - most + soft for t in group.siblings], np.float64)
+        return _returns(group, config) - (np.clip(over / soft, 0, 1) if soft else over > 0)
+
+    return [
+        [
+            _whole(trajectory, advantage, alive / max(1, total), config)
+            for trajectory, advantage in zip(
+                group.siblings, _advantages(punished(group), config), strict=True
+            )
+        ]
+        for alive, group in zip(live, groups, strict=True)
+    ]
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "rtpo": Algorithm(rtpo, reverse=True, unsampled=1, least_group_size=3),
-    "grpo": Algorithm(grpo, reverse=False, unsampled=0, least_group_size=2),
-}
+def dr_grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
+    """GRPO without its two biases (Dr. GRPO, Liu et al. 2025, section 3.2): no division by the
+    standard deviation, and one constant in place of each trajectory's length.
+
+    Every sampled token weighs `1/groups * 1/G * 1/sampling.episode_tokens`.
+
+    Example: returns (1, 0) and episode_tokens = 100: advantages (.5, -.5), weights (1/200, 1/200).
+    """
+    return [
+        [
+            _whole(trajectory, advantage, share / config.sampling.episode_tokens, config)
+            for trajectory, advantage in _centred(group, config)
+        ]
+        for group, share in _shares(groups)
+    ]
+
+
+def rloo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
+    """REINFORCE with a leave-one-out baseline (RLOO, Ahmadian et al. 2024, section 2.2).
+
+    `A_i = R_i - mean_{j != i} R_j = G/(G-1) (R_i - mean_j R_j)`; the log-probability of the whole
+    trajectory is reinforced, so every sampled token weighs `1/groups * 1/G`.
+
+    Example: returns (1, 0): advantages (1, -1), weights (1/2, 1/2).
+    """
+    return [
+        [
+            _whole(trajectory, advantage * size / max(1, size - 1), share, config)
+            for trajectory, advantage in _centred(group, config)
+        ]
+        for group, share in _shares(groups)
+        for size in [len(group.siblings)]
+    ]
+
+
+def gigpo(
+    groups: Sequence[SiblingGroup],
+    config: Config,
+    *,
+    step_weight: float = 1.0,
+    step_discount: float = 0.95,
+) -> Credits:
+    """Groups within the group (GiGPO, Feng et al. 2025, eq. 3-8): `A = A_episode + w A_step`.
+
+    A_episode is GRPO's. A_step compares the turns of the group that were taken in the same state by
+    their discounted rewards-to-go (`step_discount` a turn); a state met once gives 0. Two turns are
+    in the same state when the policy read the same context ids. Tokens weigh as in GRPO.
+
+    Example: two episodes with rewards (0, 1) and (0,) share turn 0 only; step_discount = 1 and
+    step_weight = 1 give advantages (.5 + .5, .5) and (-.5 - .5).
+    """
+    return [
+        [
+            _credit(
+                trajectory,
+                advantage + step_weight * step_U,
+                share / trajectory.tokens_sampled,
+                config,
+            )
+            for (trajectory, advantage), step_U in zip(
+                _centred(group, config), _within_states(group, config, step_discount), strict=True
+            )
+        ]
+        for group, share in _shares(groups)
+    ]
+
+
+def _within_states(group: SiblingGroup, config: Config, discount: float) -> list[Array]:
+    """Of every trajectory: each turn's reward-to-go, centred among the turns of its state."""
+    members: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)
+    for i, trajectory in enumerate(group.siblings):
+        for u, context_T in enumerate(trajectory.contexts()):
+            members[context_T.tobytes()].append((i, u))
+    returns = [_togo([turn.reward for turn in t.turns], discount) for t in group.siblings]
+    centred = [np.zeros_like(returns_U) for returns_U in returns]
+    for places in members.values():
+        found = _advantages(np.array([returns[i][u] for i, u in places]), config)
+        for (i, u), advantage in zip(places, found, strict=True):
+            centred[i][u] = advantage
+    return centred
+
+
+def steptool(
+    groups: Sequence[SiblingGroup],
+    config: Config,
+    *,
+    call_reward: float = 0.1,
+    step_discount: float = 0.99,
+) -> Credits:
+    """Rewards for every call, returned turn by turn (StepTool, Yu et al. 2024, section 4).
+
+    A turn earns what the environment gave it plus `call_reward` times the share of its calls that
+    raised no error event. The advantage of a turn is its discounted reward-to-go less the mean over
+    all turns of the other trajectories: a baseline that its own action cannot move. Tokens weigh as
+    in GRPO.
+
+    Example, call_reward = .1, step_discount = 1: a good call then an answer worth 1, beside a bad
+    call worth 0: rewards-to-go (1.1, 1) and (0,), advantages (1.1, 1) and (-1.05,).
+    """
+    result: Credits = []
+    for group, share in _shares(groups):
+        earned = [_with_calls(t, call_reward) for t in group.siblings]
+        togo = [_togo(rewards, step_discount) for rewards in earned]
+        total, turns = sum(float(r.sum()) for r in togo), sum(map(len, togo))
+        result.append(
+            [
+                _credit(
+                    trajectory,
+                    returns_U - (total - returns_U.sum()) / max(1, turns - len(returns_U)),
+                    share / trajectory.tokens_sampled,
+                    config,
+                )
+                for trajectory, returns_U in zip(group.siblings, togo, strict=True)
+            ]
+        )
+    return result
+
+
+def _with_calls(trajectory: Trajectory, call_reward: float) -> list[float]:
+    """The reward of every turn, that of its calls included."""
+    calls_U = [events_by_call(turn.events) for turn in trajectory.turns]
+    good_U = [sum(len(events) == 1 for events in calls) / max(1, len(calls)) for calls in calls_U]
+    return [
+        turn.reward + call_reward * good
+        for turn, good in zip(trajectory.turns, good_U, strict=True)
+    ]
+
+
+def _togo(rewards: Sequence[float], discount: float) -> Array:
+    """What was earned from every turn on, discounted by turns: R_u = r_u + discount R_{u+1}.
+
+    Example: rewards (0, 1) and discount 0.9 give (0.9, 1).
+    """
+    togo = [0.0]
+    for reward in reversed(rewards):
+        togo.append(reward + discount * togo[-1])
+    return np.array(togo[:0:-1], np.float64)
+
+
+def tree_grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
+    """Leaves compared twice (Tree-GRPO, Ji et al. 2025, eq. 5-7): within their tree and among all
+    trees of the task; the advantage is the sum of both. A group is a task with all its leaves, each
+    trained from the root on; tokens weigh as in GRPO.
+
+    Example: trees of leaves (1, 0) and (1, 1): within (.5, -.5), (0, 0), among (.25, -.75, .25,
+    .25), together (.75, -1.25, .25, .25).
+    """
+    result: Credits = []
+    for group, share in _shares(groups):
+        returns = _returns(group, config)
+        tree = np.array([t.tree for t in group.siblings])
+        advantages = _advantages(returns, config)
+        for one in np.unique(tree):
+            advantages[tree == one] += _advantages(returns[tree == one], config)
+        result.append(
+            [
+                _whole(trajectory, advantage, share / trajectory.tokens_sampled, config)
+                for trajectory, advantage in zip(group.siblings, advantages, strict=True)
+            ]
+        )
+    return result
+
+
+def refuel(groups: Sequence[SiblingGroup], config: Config, *, eta: float = 1.0) -> Credits:
+    """Regression of the relative future (REFUEL, Gao et al. 2024, eq. 4): at one state, the
+    log-ratios of two turns should differ by `eta` times what their futures differ by.
+
+    `((l_1 - l_2) / eta - (R_1 - R_2))^2`, averaged over the pairs of a group, is
+    `2 / ((n-1) eta^2) * sum_j (l_j - mean l - eta (R_j - mean R))^2`; the last factor is the
+    surrogate "regression", the others are the weight, spread over the tokens of turn k. A group of
+    equal returns has no gradient where the policy has not moved; afterwards it pulls back, so with
+    several steps a stage it is kept.
+
+    Example: returns (1, 0), eta = 1, turns of 4 and 5 tokens: advantages (.5, -.5), weights
+    (2/4, 2/5).
+    """
+    moved = config.loss.epochs * config.loss.minibatches > 1
+    result: Credits = []
+    for group in groups:
+        advantages = _advantages(_returns(group, config), config)
+        scale = 2 / (len(groups) * max(1, len(group.siblings) - 1) * eta**2)
+        kept = moved or bool(np.any(advantages))
+        result.append(
+            [
+                _credit(trajectory, [eta * advantage], scale / _tokens(trajectory, 0), config, kept)
+                for trajectory, advantage in zip(group.siblings, advantages, strict=True)
+            ]
+        )
+    return result
 
 
 def zero_advantage(group: Sequence[Credit]) -> bool:
@@ -85,28 +289,51 @@ def zero_advantage(group: Sequence[Credit]) -> bool:
     return not any(np.any(credit.advantage_U) for credit in group)
 
 
+def _shares(groups: Sequence[SiblingGroup]) -> Iterator[tuple[SiblingGroup, float]]:
+    """Every group, and the share of the loss that each of its trajectories has."""
+    for group in groups:
+        yield group, 1 / (len(groups) * len(group.siblings))
+
+
 def _centred(group: SiblingGroup, config: Config) -> Iterator[tuple[Trajectory, float]]:
     """(trajectory, advantage) pairs: return minus the group's mean, over its std if asked for."""
-    returns = np.array([t.discounted_return(config.gamma) for t in group.siblings], np.float64)
+    return zip(group.siblings, _advantages(_returns(group, config), config).tolist(), strict=True)
+
+
+def _returns(group: SiblingGroup, config: Config) -> Array:
+    return np.array([t.discounted_return(config.gamma) for t in group.siblings], np.float64)
+
+
+def _advantages(returns: Array, config: Config) -> Array:
+    """Returns less their mean, over their standard deviation if asked for."""
     # Equal returns are exactly zero advantage; their mean may differ from them in the last bit.
     advantages = np.zeros_like(returns) if np.ptp(returns) == 0 else returns - returns.mean()
     if config.loss.normalize_std and np.any(advantages):
         advantages = advantages / returns.std(ddof=1)
-    return zip(group.siblings, advantages.tolist(), strict=True)
+    return advantages
 
 
 def _tokens(trajectory: Trajectory, turn: int) -> int:
     return len(trajectory.turns[turn].completion.action_A)
 
 
+def _whole(trajectory: Trajectory, advantage: float, weight: float, config: Config) -> Credit:
+    """The same credit for every token of a trajectory."""
+    return _credit(trajectory, [advantage] * len(trajectory.turns), weight, config)
+
+
 def _credit(
-    trajectory: Trajectory, advantage: float, weights: list[float], config: Config
+    trajectory: Trajectory,
+    advantages: ArrayLike,
+    weight: float,
+    config: Config,
+    kept: bool = False,
 ) -> Credit:
-    """Credit for the first `len(weights)` turns; without a KL term a zero advantage weighs zero."""
-    turns = len(trajectory.turns)
-    scored = len(weights) if advantage != 0 or config.loss.kl_coef > 0 else 0
-    weight_U = np.zeros(turns)
-    weight_U[:scored] = weights[:scored]
-    advantage_U = np.zeros(turns)
-    advantage_U[: len(weights)] = advantage
+    """Credit for the first turns, as many as there are advantages; without a KL term turns of zero
+    advantage weigh zero, unless they are `kept`."""
+    given_U = np.asarray(advantages, np.float64)
+    weight_U, advantage_U = np.zeros((2, len(trajectory.turns)))
+    advantage_U[: len(given_U)] = given_U
+    scored = kept or config.loss.kl_coef > 0
+    weight_U[: len(given_U)] = np.where(scored | (given_U != 0), weight, 0.0)
     return Credit(trajectory, advantage_U, weight_U)

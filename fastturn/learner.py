@@ -19,13 +19,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fastturn.algorithms import algorithm_of
 from fastturn.checkpoint import atomic_folder
 from fastturn.config import Config
-from fastturn.credit import ALGORITHMS, Credits, zero_advantage
+from fastturn.credit import Credits, zero_advantage
 from fastturn.dist import World
+from fastturn.loss import Objective
 from fastturn.optim import Optimizers
 from fastturn.pack import PackedBatch, pack
-from fastturn.policy import Objective, Policy
+from fastturn.policy import Policy
 from fastturn.publish import prove_logprobs, prove_version
 from fastturn.sharding import whole, whole_state
 from fastturn.types import Credit, SiblingGroup, Trajectory
@@ -105,22 +107,23 @@ class Learner:
         mini-batches. Raises `PublishError` when the samples are not from this policy and
         `DivergedError` after `MOST_SKIPS` non-finite steps in a row.
         """
-        loss = self.config.loss
+        loss, algorithm = self.config.loss, algorithm_of(self.config)
         objective = Objective(
             temperature=self.config.sampling.temperature,
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
             kl_coef=loss.kl_coef,
+            surrogate=algorithm.surrogate,
         )
         total, first = Totals(), None
         shown: Credits = []
         for epoch in range(loss.epochs):
             for part in self._partition(groups, (*key, epoch)):
-                credits = ALGORITHMS[self.config.algorithm].credit(part, self.config)
+                credits = algorithm.credit(part, self.config)
                 if epoch == 0:
                     shown.extend(credits)
                 with self.clock.span("pack"):
-                    batches = self.pack(credits)
+                    batches = self.pack(credits, objective.whole_groups)
                 if not batches:
                     continue
                 step = self.step(batches, objective, self.optimizers, version)
@@ -131,10 +134,17 @@ class Learner:
                 _merge(total, step)
         return stage_record(shown, total, first), shown
 
-    def pack(self, credits: Credits) -> list[PackedBatch]:
+    def pack(self, credits: Credits, whole_groups: bool = False) -> list[PackedBatch]:
         """This rank's micro-batches of the credits of all ranks, equally many on each."""
         world, budget_T = self.world, self.config.pack_tokens
-        return pack(credits, budget_T, world.device, rank=world.rank, ranks=world.size)
+        return pack(
+            credits,
+            budget_T,
+            world.device,
+            rank=world.rank,
+            ranks=world.size,
+            whole_groups=whole_groups,
+        )
 
     def step(
         self,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ from fastturn.types import Credit, Floats, Ids, Turn
 ID_BYTES = 4  # of an id in a path's key
 
 
+class DividedGroupError(ValueError):
+    """A group does not fit one micro-batch, and its loss compares all of its turns."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One micro-batch: tokens to read (T), actions to score (A), turns they belong to (U).
@@ -37,7 +41,8 @@ class PackedBatch:
     token_T, position_T, end_T int64 [T]; source_A int64 [A] non-decreasing index into T (the token
     whose hidden state predicts the action), action_A int64 [A], behavior_A (log-probability when it
     was sampled), advantage_A, weight_A float32 [A], turn_A int64 [A] index into U, version_U int64
-    [U] (policy version that sampled the turn). `tokens_flat`: tokens without any sharing.
+    [U] (policy version that sampled the turn), trajectory_U and group_U int64 [U] (which of all the
+    trajectories and groups of the step the turn belongs to). `tokens_flat`: tokens without sharing.
 
     The loss is `sum_A weight_A * surrogate_A`; weights are final, so any cut into micro-batches
     gives the same sum. An empty one (all axes 0) is a rank's share of a step it has no work for.
@@ -56,6 +61,8 @@ class PackedBatch:
     weight_A: torch.Tensor
     turn_A: torch.Tensor
     version_U: torch.Tensor
+    trajectory_U: torch.Tensor
+    group_U: torch.Tensor
     tokens_flat: int
     plans: dict[int | None, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -93,6 +100,7 @@ class Path:
     """
 
     group: int
+    trajectory: int
     key: bytes
     turns: tuple[ScoredTurn, ...]
 
@@ -112,6 +120,7 @@ def pack(
     *,
     rank: int = 0,
     ranks: int = 1,
+    whole_groups: bool = False,
     cost: Cost = COST,
 ) -> list[PackedBatch]:
     """The micro-batches of one rank, at most `budget_T` tokens each, on `device`.
@@ -123,7 +132,8 @@ def pack(
     budget gets a micro-batch of its own. Ranks are balanced by `cost`. All ranks must pass the same
     groups; each makes tensors for itself only. Nothing to score gives an empty list on every rank.
 
-    Raises `ValueError` for a budget below one or a rank outside 0 .. ranks - 1.
+    Raises `ValueError` for a budget below one or a rank outside 0 .. ranks - 1, and
+    `DividedGroupError` when `whole_groups` and a group had to be split.
 
     Example: one group with a context of 10 tokens and siblings of 4 and 5 tokens, all different,
     packs into 10 + 3 + 4 = 17 tokens and 9 actions; without sharing it is 29 tokens. With ranks = 2
@@ -140,15 +150,31 @@ def pack(
             f"the size of its data-parallel group"
         )
     ordered = sorted(paths(groups), key=lambda path: path.key)
-    parts = plan(_forest(ordered, cost), budget_T, ranks)[rank]
-    return [_tensors([ordered[n] for n in part.numbers], device) for part in parts]
+    parts = plan(_forest(ordered, cost), budget_T, ranks)
+    if whole_groups:
+        _refuse_divided(ordered, [part.numbers for mine in parts for part in mine], budget_T)
+    return [_tensors([ordered[n] for n in part.numbers], device) for part in parts[rank]]
+
+
+def _refuse_divided(ordered: Sequence[Path], parts: Iterable[Sequence[int]], budget_T: int) -> None:
+    home: dict[int, int] = {}
+    for at, numbers in enumerate(parts):
+        for group in {ordered[n].group for n in numbers}:
+            if home.setdefault(group, at) != at:
+                tokens = sum(len(path.tokens_T) for path in ordered if path.group == group)
+                raise DividedGroupError(
+                    f"pack_tokens={budget_T}: a group does not fit one micro-batch, and the loss "
+                    f"of this algorithm compares all of its turns; set pack_tokens={tokens} or "
+                    f"more, or make groups smaller (group_size, turns, sampling.episode_tokens)"
+                )
 
 
 def paths(groups: Iterable[Iterable[Credit]]) -> Iterator[Path]:
     """What must be read to score every turn with a weight, group by group."""
+    number = count()
     for index, group in enumerate(groups):
         for credit in group:
-            yield from _trajectory_paths(index, credit)
+            yield from _trajectory_paths((index, next(number)), credit)
 
 
 def scored_turns(groups: Iterable[Iterable[Credit]]) -> Iterator[ScoredTurn]:
@@ -156,8 +182,9 @@ def scored_turns(groups: Iterable[Iterable[Credit]]) -> Iterator[ScoredTurn]:
     return chain.from_iterable(path.turns for path in paths(groups))
 
 
-def _trajectory_paths(group: int, credit: Credit) -> Iterator[Path]:
-    """Run the trajectory's stack; whenever scored tokens are popped, what was read is a path."""
+def _trajectory_paths(place: tuple[int, int], credit: Credit) -> Iterator[Path]:
+    """Run the trajectory's stack; whenever scored tokens are popped, what was read is a path.
+    `place`: numbers of its group and of itself."""
     running = bytearray()
     scored: list[tuple[int, Turn, float, float, int]] = []
     stop = flat = 0  # tokens that the newest scored turn reads; tokens pushed since it
@@ -165,7 +192,7 @@ def _trajectory_paths(group: int, credit: Credit) -> Iterator[Path]:
         turn = credit.trajectory.turns[index]
         kept, action_A = turn.boundary.kept, turn.completion.action_A
         if scored and kept < stop:
-            yield _path(group, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
+            yield _path(place, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
             scored = []
         assert kept * ID_BYTES <= len(running)
         del running[kept * ID_BYTES :]
@@ -178,7 +205,7 @@ def _trajectory_paths(group: int, credit: Credit) -> Iterator[Path]:
             scored.append((stop, turn, float(credit.advantage_U[index]), weight, flat))
             flat = 0
     if scored:
-        yield _path(group, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
+        yield _path(place, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
 
 
 def _last_scored(credit: Credit) -> int:
@@ -187,7 +214,9 @@ def _last_scored(credit: Credit) -> int:
     return int(found[-1]) if found.size else -1
 
 
-def _path(group: int, key: bytes, scored: Sequence[tuple[int, Turn, float, float, int]]) -> Path:
+def _path(
+    place: tuple[int, int], key: bytes, scored: Sequence[tuple[int, Turn, float, float, int]]
+) -> Path:
     all_T = np.frombuffer(key, np.int32)
     turns = tuple(
         ScoredTurn(
@@ -201,7 +230,7 @@ def _path(group: int, key: bytes, scored: Sequence[tuple[int, Turn, float, float
         )
         for stop, turn, advantage, weight, flat in scored
     )
-    return Path(group, key, turns)
+    return Path(*place, key, turns)
 
 
 def _forest(ordered: Sequence[Path], cost: Cost) -> Forest:
@@ -234,6 +263,10 @@ def _tensors(ordered: Sequence[Path], device: torch.device | str) -> PackedBatch
     def rows(values_A: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return tensor(values_A[order_A], dtype)
 
+    def of_path(numbers: Iterable[int]) -> np.ndarray:
+        turns_P = np.array([len(path.turns) for path in ordered], np.int64)
+        return np.repeat(np.fromiter(numbers, np.int64), turns_P)
+
     def each(values: Iterable[float]) -> torch.Tensor:
         return rows(np.repeat(np.fromiter(values, np.float32), lengths_U), torch.float32)
 
@@ -248,6 +281,8 @@ def _tensors(ordered: Sequence[Path], device: torch.device | str) -> PackedBatch
         weight_A=each(turn.weight for turn in turns),
         turn_A=rows(np.repeat(np.arange(len(turns)), lengths_U)),
         version_U=tensor(np.array([turn.version for turn in turns], np.int64)),
+        trajectory_U=tensor(of_path(path.trajectory for path in ordered)),
+        group_U=tensor(of_path(path.group for path in ordered)),
         tokens_flat=sum(turn.tokens_flat for turn in turns),
     )
 

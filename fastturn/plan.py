@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fastturn.algorithms import algorithm_of
 from fastturn.config import Config, ConfigError, as_dict
-from fastturn.credit import ALGORITHMS
 
 GIB = 2**30
 # Limits of parts that this file cannot import without torch; a test compares them with the parts.
@@ -121,13 +121,14 @@ def derive(config: Config) -> dict[str, int]:
     that ends early has fewer boundaries to fork.
 
     Example, RTPO with 32 tasks, 1 trunk, 4 turns, G = 5: 32 · (1 + 4 · 4) = 544 rollouts and 4
-    stages an iteration; GRPO with G = 16: 512 rollouts and 1 stage.
+    stages an iteration; GRPO with G = 16: 512 rollouts and 1 stage. DAPO counts all its candidates.
     """
-    algorithm = ALGORITHMS[config.algorithm]
+    algorithm = algorithm_of(config)
     forks = config.group_size - algorithm.unsampled
-    roots = config.tasks * (config.trunks if algorithm.reverse else 1)
+    grown = algorithm.stages is not None
+    roots = config.tasks * algorithm.candidates * (config.trunks if grown else 1)
     stages = config.turns if algorithm.reverse else 1
-    rollouts = roots * (algorithm.reverse + stages * forks)
+    rollouts = roots * (grown + stages * forks)
     between = (config.iterations - 1) // config.eval_every if config.eval_every else 0
     evaluations = 2 + max(0, between)
     return {

@@ -22,22 +22,8 @@ from fastturn import models
 from fastturn.attention import Attend, Backend, TreeAttention
 from fastturn.config import Config, ConfigError
 from fastturn.kernels import SurrogateOutput, linear_logprob, turn_surrogate
+from fastturn.loss import FUSED, Objective, surrogate_loss
 from fastturn.pack import PackedBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """The numbers of the clipped surrogate. `on_policy`: the ratio is 1 and behaviour
-    log-probabilities are not read (one step on samples of the current weights).
-
-    Example: `Objective(temperature=0.9, clip_low=0.2, clip_high=0.2, kl_coef=0.02)`.
-    """
-
-    temperature: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    on_policy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +119,15 @@ class Policy(nn.Module):
         objective: Objective,
         reference_A: torch.Tensor | None = None,
     ) -> SurrogateOutput:
-        """The clipped surrogate of one packed batch; `loss` carries the graph.
+        """The loss of one packed batch; `loss` carries the graph. The clipped surrogate is computed
+        inside the head, the others from log-probabilities (`loss.py`).
 
         `reference_A` float [A]: log-probabilities under the frozen reference, needed when
         `objective.kl_coef > 0`. An empty batch gives loss 0 with zero gradients.
         """
+        if objective.surrogate != FUSED:
+            scores = self._logprobs(batch, objective.temperature)
+            return surrogate_loss(*scores, batch, objective, reference_A)
         hidden_RD, row_A = self._rows(batch)
         head = self.head()
         return turn_surrogate(
@@ -161,9 +151,15 @@ class Policy(nn.Module):
     @torch.no_grad()
     def score(self, batch: PackedBatch, temperature: float) -> torch.Tensor:
         """Log-probability [A] of every action at `temperature`, without a graph."""
+        return self._logprobs(batch, temperature)[0]
+
+    def _logprobs(
+        self, batch: PackedBatch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy [A] of every action, with a graph."""
         hidden_RD, row_A = self._rows(batch)
         head = self.head()
-        logprob_A, _ = linear_logprob(
+        return linear_logprob(
             hidden_RD,
             head.weight_VD,
             batch.action_A,
@@ -173,7 +169,6 @@ class Policy(nn.Module):
             softcap=head.softcap,
             impl=self.impl,
         )
-        return logprob_A
 
     def hidden(
         self, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend

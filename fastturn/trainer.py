@@ -1,6 +1,6 @@
 """The loop. Data goes one way:
 
-    tasks ─ roots ─ grow ─> trunks ─ stages, k = K-1 … 0 ─┐      (GRPO: one stage, the roots)
+    tasks ─ roots ─ grow ─> trunks ─ stages, k = K-1 … 0 ─┐    (`algorithms.py`: or the roots)
                                                           v
           publish ─> fork ─> SiblingGroups ─> credit ─> pack ─> PackedBatch ─> policy(batch)
              ^                                                                     │ loss
@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 
 from fastturn import tree
+from fastturn.algorithms import algorithm_of
 from fastturn.config import Config
-from fastturn.credit import ALGORITHMS
 from fastturn.demos import demonstrate
 from fastturn.dist import World
 from fastturn.envs.base import Task
 from fastturn.evaluate import Evaluation, evaluate
 from fastturn.learner import supervised
+from fastturn.loss import Objective
 from fastturn.meter import Meter
-from fastturn.policy import Objective
 from fastturn.progress import Progress
 from fastturn.progress import Task as Bar
 from fastturn.report import write_report
@@ -175,16 +175,16 @@ def one_iteration(run: Run) -> dict[str, Any]:
 def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
     """(turn, boundaries to fork at) in training order."""
     config, cursor = run.config, run.cursor
-    algorithm = ALGORITHMS[config.algorithm]
-    tasks = pick(run, cursor.iteration, config.tasks, "train")
-    if not algorithm.reverse:
+    algorithm = algorithm_of(config)
+    tasks = pick(run, cursor.iteration, config.tasks * algorithm.candidates, "train")
+    if algorithm.stages is None:
         return iter([(0, run.rollout.roots(tasks))])
     if not run.trunks:
         roots = run.rollout.roots(tasks, config.trunks)
         with run.progress.task("trunks", len(run.rollout.peers.mine(roots))) as bar:
             run.trunks = watched(run, bar).grow(roots, ("trunk", cursor.iteration))
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
-    return tree.stages(run.trunks)
+    return algorithm.stages(run.trunks, (config.seed, cursor.iteration))
 
 
 def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
@@ -192,9 +192,11 @@ def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
     config, cursor = run.config, run.cursor
     if cursor.stage:
         publish(run)
-    n = config.group_size - ALGORITHMS[config.algorithm].unsampled
+    algorithm = algorithm_of(config)
+    n = config.group_size - algorithm.unsampled
     with run.progress.task(f"turn {turn + 1}", len(run.rollout.peers.mine(points)) * n) as bar:
-        groups = watched(run, bar).fork(points, n, ("fork", cursor.iteration, turn))
+        key = ("fork", cursor.iteration, turn)
+        groups = algorithm.sample(watched(run, bar), points, n, key)
     record, credits = run.learner.update(groups, cursor.version, (cursor.iteration, turn))
     position = {"iteration": cursor.iteration, "stage": turn, "version": cursor.version}
     cursor.version += bool(record["steps"])

@@ -103,13 +103,15 @@ class Trajectory:
     """Consecutive turns of one episode, beginning at turn `first_turn` of the task `task`.
 
     A trunk or a GRPO rollout begins at 0, an RTPO sibling of stage k begins at k; in both cases
-    `turns[0].boundary.kept == 0` and its context is whole.
+    `turns[0].boundary.kept == 0` and its context is whole. `tree`: which of its group's trees it is
+    a leaf of, where episodes were branched off each other; independent episodes are all of tree 0.
     """
 
     task: str
     first_turn: int
     turns: tuple[Turn, ...]
     ending: Ending
+    tree: int = 0
 
     def __post_init__(self) -> None:
         assert self.turns and self.turns[0].boundary.kept == 0

@@ -1,6 +1,7 @@
 """A domain for tests of the loop: three turns, any digits; the reward is 1 if the last digits of
 all three are even. A model that has seen a few demonstrations earns it one time in eight, and a
-few iterations of any algorithm that works make it common."""
+few iterations of any algorithm that works make it common. `Graded` pays a third for every even
+answer at once, so that groups differ from the first iteration on."""
 
 from __future__ import annotations
 
@@ -25,15 +26,26 @@ class Parity:
         self.answers.append(action.text.strip())
         if len(self.answers) < TURNS:
             reply = {"role": "tool", "content": str(len(self.answers))}
-            return Observation((reply,), events=("tool_call",))
-        even = all(a[-1:].isdigit() and int(a[-1]) % 2 == 0 for a in self.answers)
-        return Observation((), float(even), True, ("answer",))
+            return Observation((reply,), self.reward(), events=("tool_call",))
+        return Observation((), self.reward(), True, ("answer",))
+
+    def reward(self) -> float:
+        return float(len(self.answers) == TURNS and all(map(even, self.answers)))
 
     def snapshot(self) -> tuple[Task | None, tuple[str, ...]]:
         return self.task, tuple(self.answers)
 
     def restore(self, snapshot: tuple[Task | None, tuple[str, ...]]) -> None:
         self.task, self.answers = snapshot[0], list(snapshot[1])
+
+
+class GradedParity(Parity):
+    def reward(self) -> float:
+        return even(self.answers[-1]) / TURNS
+
+
+def even(answer: str) -> bool:
+    return answer[-1:].isdigit() and int(answer[-1]) % 2 == 0
 
 
 class Domain:
@@ -48,3 +60,8 @@ class Domain:
 
     def demonstrator(self, task, rng):
         return lambda messages: "".join(map(str, rng.integers(0, 10, rng.integers(1, 4))))
+
+
+class Graded(Domain):
+    def env(self) -> Parity:
+        return GradedParity()

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fastturn.algorithms import ALGORITHMS
 from fastturn.config import Config, Loss
-from fastturn.credit import ALGORITHMS, grpo, rtpo, zero_advantage
+from fastturn.credit import grpo, rtpo, zero_advantage
 from fastturn.types import Boundary, Completion, Ending, SiblingGroup, Stop, Trajectory, Turn
 
 CONFIG = Config()
@@ -42,7 +43,7 @@ def test_grpo_weighs_every_token_of_a_trajectory_alike():
     assert first.advantage_U.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", ["rtpo", "grpo", "dapo", "gigpo", "tree_grpo"])
 def test_advantages_sum_to_zero_and_weights_to_one(algorithm):
     rng = np.random.default_rng(0)
     groups = [

@@ -28,6 +28,8 @@ LEFT = (
     "sampler",
     "tree",
     "credit",
+    "algorithms",
+    "expand",
     "demos",
     "pool",
     "recipes",

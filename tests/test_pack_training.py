@@ -13,8 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fastturn.loss import Objective
 from fastturn.pack import PackedBatch, pack, scored_turns
-from fastturn.policy import Objective, Policy
+from fastturn.policy import Policy
 from fastturn.types import Boundary, Completion, Credit, Ending, Ids, Stop, Trajectory, Turn
 
 V = 61

@@ -20,8 +20,9 @@ from transformers.models.auto import AutoConfig
 from fastturn import attention
 from fastturn.config import ConfigError
 from fastturn.kernels import TreePlan
+from fastturn.loss import Objective
 from fastturn.pack import PackedBatch, pack, scored_turns
-from fastturn.policy import Objective, Policy
+from fastturn.policy import Policy
 from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
 
 V = 53

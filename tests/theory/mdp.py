@@ -31,8 +31,9 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from fastturn.algorithms import ALGORITHMS
 from fastturn.config import Config
-from fastturn.credit import ALGORITHMS, Credits
+from fastturn.credit import Credits
 from fastturn.types import Boundary, Completion, Ending, SiblingGroup, Stop, Trajectory, Turn
 
 Array = NDArray[np.float64]

@@ -1,0 +1,189 @@
+"""The algorithms: what each of them samples, what it credits, and which loss it minimises.
+
+    tasks -> roots -> [grow -> stages] -> sample -> groups -> credit -> pack -> surrogate
+
+An algorithm is data for the one loop: functions from `expand.py` (which episodes are sampled) and
+`credit.py` (advantage and weight of every turn), the name of a surrogate of `loss.py`, and the
+configuration that its paper uses. All sampling is `Rollout.grow` and `Rollout.fork` on points:
+
+    episodes     one stage at the roots, `fork`                   grpo, dr_grpo, rloo, gspo, ...
+    refilled     the same, silent groups replaced by new tasks    dapo
+    trees        one stage at the roots, episodes branched off    tree_grpo, arpo
+    boundaries   trunks are grown, stages fork at their turns     rtpo (all, reversed), refuel (one)
+
+Options of an algorithm are the keyword arguments of its functions, set by `algorithm_options`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastturn import credit, expand, tree
+from fastturn.config import Config, ConfigError
+from fastturn.types import SiblingGroup, Trunk
+
+T = TypeVar("T")
+Option = float | int | str
+Stages = Iterator[tuple[int, list[tree.Point]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How an algorithm rolls out, what it credits and what it minimises.
+
+    credit      groups, config -> advantages and weights
+    sample      rollout, points, n, key -> groups of n episodes a point (`tree.Rollout.fork`)
+    stages      trunks, key -> (turn, points to sample at) in training order; None: no trunks are
+                grown, one stage at the roots
+    surrogate   one of `SURROGATES`, the losses of `loss.py`
+    reverse     the stages are all turns; otherwise there is one
+    unsampled   members of G that are not sampled at a point (RTPO counts the trunk)
+    least_group_size   smaller groups carry no signal
+    candidates  tasks that are offered to `sample` for each one that is wanted
+    whole_stage credits depend on all groups of the stage together
+    presets     configuration that `algorithm=NAME` sets, before any other override
+    """
+
+    credit: Callable[..., credit.Credits]
+    sample: Callable[..., list[SiblingGroup]] = tree.Rollout.fork
+    stages: Callable[[Sequence[Trunk], tuple[object, ...]], Stages] | None = None
+    surrogate: str = "clip"
+    reverse: bool = False
+    unsampled: int = 0
+    least_group_size: int = 2
+    candidates: int = 1
+    whole_stage: bool = False
+    presets: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The options with their defaults."""
+        return {
+            **_keywords(self.credit),
+            **_keywords(self.sample),
+            "surrogate": self.surrogate,
+        }
+
+    def given(self, options: Mapping[str, Option]) -> Algorithm:
+        """The algorithm with its functions bound to options."""
+        return replace(
+            self,
+            credit=_bound(self.credit, options),
+            sample=_bound(self.sample, options),
+            surrogate=str(options.get("surrogate", self.surrogate)),
+        )
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, Option]:
+    """Keyword-only arguments with their defaults: the options of an algorithm's function."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _bound(function: Callable[..., T], options: Mapping[str, Option]) -> Callable[..., T]:
+    given = {name: options[name] for name in _keywords(function) if name in options}
+    return partial(function, **given) if given else function
+
+
+SURROGATES = ("clip", "sequence", "truncate", "mask", "regression")
+STD = {"loss.normalize_std": "true"}
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "rtpo": Algorithm(
+        credit.rtpo,
+        stages=expand.every_boundary,
+        reverse=True,
+        unsampled=1,
+        least_group_size=3,
+    ),
+    "grpo": Algorithm(credit.grpo, presets=STD),
+    "dapo": Algorithm(
+        credit.dapo,
+        sample=expand.refilled,
+        candidates=3,
+        whole_stage=True,
+        presets=STD | {"loss.clip_high": "0.28", "loss.kl_coef": "0"},
+    ),
+    "dr_grpo": Algorithm(credit.dr_grpo, presets={"loss.kl_coef": "0"}),
+    "gspo": Algorithm(
+        credit.grpo,
+        surrogate="sequence",
+        presets=STD | {"loss.clip_low": "3e-4", "loss.clip_high": "4e-4", "loss.kl_coef": "0"},
+    ),
+    "cispo": Algorithm(
+        partial(credit.dapo, overlong=0.0),
+        surrogate="truncate",
+        whole_stage=True,
+        presets=STD | {"loss.clip_low": "1", "loss.clip_high": "4", "loss.kl_coef": "0"},
+    ),
+    "rloo": Algorithm(credit.rloo),
+    "gigpo": Algorithm(credit.gigpo, presets=STD),
+    "steptool": Algorithm(credit.steptool),
+    "tree_grpo": Algorithm(credit.tree_grpo, sample=expand.forest, presets=STD | {"trunks": "2"}),
+    "arpo": Algorithm(credit.grpo, sample=expand.branched, presets=STD),
+    "refuel": Algorithm(
+        credit.refuel,
+        stages=expand.one_boundary,
+        surrogate="regression",
+        presets={"loss.kl_coef": "0"},
+    ),
+}
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The algorithm of a run with its options.
+
+    Raises `ConfigError` for an unknown algorithm, option or surrogate (the nearest is named) and
+    for a value that is not of the option's type.
+    """
+    if config.algorithm not in ALGORITHMS:
+        raise ConfigError(
+            f"algorithm={config.algorithm!r}: expected one of {', '.join(ALGORITHMS)}; "
+            f"the nearest is {_nearest(config.algorithm, ALGORITHMS)!r}"
+        )
+    algorithm = ALGORITHMS[config.algorithm]
+    return algorithm.given(_options(config, algorithm.options))
+
+
+def presets(name: str) -> list[str]:
+    """The `key=value` overrides that choosing an algorithm brings; none for an unknown one."""
+    if name not in ALGORITHMS:
+        return []
+    return [f"{key}={value}" for key, value in ALGORITHMS[name].presets.items()]
+
+
+def _options(config: Config, known: Mapping[str, Option]) -> dict[str, Option]:
+    """What `algorithm_options` says, each value of the type of its default."""
+    chosen: dict[str, Option] = {}
+    for pair in config.algorithm_options:
+        name, separator, text = pair.partition("=")
+        if name not in known or not separator:
+            offered = ", ".join(f"{name}={value}" for name, value in known.items())
+            raise ConfigError(
+                f"algorithm_options={pair!r}: expected name=value with an option of "
+                f"{config.algorithm} ({offered}); the nearest is {_nearest(name, known)!r}"
+            )
+        kind = type(known[name])
+        try:
+            chosen[name] = kind(text)
+        except ValueError:
+            raise ConfigError(
+                f"algorithm_options: {name}={text!r}: expected a value of type {kind.__name__}, "
+                f"for example {name}={known[name]}"
+            ) from None
+    surrogate = chosen.get("surrogate", SURROGATES[0])
+    if surrogate not in SURROGATES:
+        raise ConfigError(
+            f"algorithm_options: surrogate={surrogate!r}: expected one of "
+            f"{', '.join(SURROGATES)}; the nearest is {_nearest(str(surrogate), SURROGATES)!r}"
+        )
+    return chosen
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]

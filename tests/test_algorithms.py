@@ -1,0 +1,124 @@
+"""Every algorithm on the one loop: it resolves with every recipe, and trains."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fastturn import cli, plan, trainer
+from fastturn.algorithms import ALGORITHMS, SURROGATES, algorithm_of
+from fastturn.config import Config, ConfigError, as_dict, from_dict, override
+from fastturn.loss import FUSED
+from fastturn.loss import SURROGATES as LOSSES
+from fastturn.recipes import RECIPES, quickstart
+from fastturn.records import read_lines, untimed
+
+PARITY = Path(__file__).with_name("parity.py")
+NAMES = sorted(ALGORITHMS)
+TINY = [
+    *(f"data.domain={PARITY}:Graded", "data.eval_tasks=4", "turns=3", "tasks=4", "iterations=2"),
+    *("warm.steps=25", "warm.batch=8", "trackers=none", "save.every=0", "sampling.turn_tokens=6"),
+    *("model.width=32", "model.layers=1", "group_size=4"),
+]
+
+
+def run(out: Path, *pairs: str) -> dict:
+    return trainer.train(override(quickstart(), [*TINY, *pairs]), quickstart(), out)
+
+
+def records(out: Path, kind: str) -> list[dict]:
+    return [untimed(r) for r in read_lines(out / "records.jsonl") if r["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def needed(tmp_path_factory) -> dict[str, list[str]]:
+    """What a recipe leaves to be set."""
+    file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    lines = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"gsm8k-smollm2": [f"data.path={file}"]}
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_resolves_with_every_recipe(capsys, needed, name, recipe):
+    pairs = [f"algorithm={name}", *needed.get(recipe, ())]
+    assert cli.main(["train", recipe, *pairs, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert name in shown and "dry run" in shown
+    for key, value in ALGORITHMS[name].presets.items():
+        config = override(RECIPES[recipe](), [f"algorithm={name}"])
+        assert as_dict(config)[key] == as_dict(override(Config(), [f"{key}={value}"]))[key]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_trains(tmp_path, name):
+    summary = run(tmp_path / "run", f"algorithm={name}")
+    stages = records(tmp_path / "run", "stage")
+    iterations = records(tmp_path / "run", "iteration")
+    assert [r["iteration"] for r in iterations] == [0, 1]
+    assert sum(r["steps"] for r in stages) >= 1
+    for record in stages:
+        assert math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+        assert record["skipped"] == 0 and (record["abs_log_ratio_max"] or 0) <= 1e-4
+    assert summary["algorithm"] == name and math.isfinite(summary["success_after"])
+    config = override(quickstart(), [*TINY, f"algorithm={name}"])
+    assert max(r["rollouts"] for r in iterations) <= plan.derive(config)["rollouts_iteration"]
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "refuel", "dapo"])
+def test_several_steps_a_stage(tmp_path, name):
+    """The policy moves between them, so ratios leave 1."""
+    pairs = ["loss.epochs=2", "loss.minibatches=2", "loss.kl_coef=0.02", "optim.lr=5e-3"]
+    run(tmp_path / "run", f"algorithm={name}", "iterations=1", *pairs)
+    (stage,) = records(tmp_path / "run", "stage")
+    assert 2 <= stage["steps"] <= 4 and stage["kl_behavior"] > 0 and stage["kl_reference"] > 0
+
+
+def test_presets_come_before_all_other_overrides():
+    config = override(quickstart(), ["loss.clip_high=0.5", "algorithm=dapo"])
+    assert config.loss.clip_high == 0.5 and config.loss.normalize_std
+    assert override(quickstart(), ["algorithm=dapo", "algorithm=rtpo"]) == quickstart()
+    assert from_dict(as_dict(config)) == config
+
+
+def test_options_reach_the_functions():
+    config = override(Config(), ["algorithm=gigpo", "algorithm_options=step_weight=0.5"])
+    assert algorithm_of(config).credit.keywords == {"step_weight": 0.5}
+    config = override(Config(), ["algorithm=rtpo", "algorithm_options=surrogate=mask"])
+    assert algorithm_of(config).surrogate == "mask"
+    config = override(Config(), ["algorithm=arpo", "algorithm_options=tokens=3,initial=1"])
+    assert algorithm_of(config).sample.keywords == {"initial": 1.0, "tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (["algorithm=dappo"], "algorithm='dappo': expected one of .*; the nearest is 'dapo'"),
+        (["algorithm=tree-grpo"], "the nearest is 'tree_grpo'"),
+        (
+            ["algorithm=gigpo", "algorithm_options=step_wight=1"],
+            r"algorithm_options='step_wight=1': expected name=value with an option of gigpo "
+            r"\(step_weight=1.0, step_discount=0.95, surrogate=clip\); "
+            "the nearest is 'step_weight'",
+        ),
+        (["algorithm_options=eta=1"], "with an option of rtpo"),
+        (["algorithm=refuel", "algorithm_options=eta"], "expected name=value"),
+        (
+            ["algorithm=refuel", "algorithm_options=eta=high"],
+            "eta='high': expected a value of",
+        ),
+        (["algorithm_options=surrogate=clop"], "surrogate='clop': .*; the nearest is 'clip'"),
+    ],
+)
+def test_what_is_unknown_names_the_nearest(pairs, message):
+    with pytest.raises(ConfigError, match=message):
+        override(quickstart(), pairs)
+
+
+def test_names_of_surrogates_are_recorded_twice_and_alike():
+    assert set(SURROGATES) == {FUSED, *LOSSES}
+    assert all(algorithm.surrogate in SURROGATES for algorithm in ALGORITHMS.values())
