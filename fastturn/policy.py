@@ -128,11 +128,11 @@ class Policy(nn.Module):
         if objective.surrogate != FUSED:
             scores = self._logprobs(batch, objective.temperature)
             return surrogate_loss(*scores, batch, objective, reference_A)
-        hidden_RD, row_A = self._rows(batch)
         head = self.head()
+        hidden_RD, weight_VD, row_A = self._rows(batch, head.weight_VD)
         return turn_surrogate(
             hidden_RD,
-            head.weight_VD,
+            weight_VD,
             batch.action_A,
             row_A=row_A,
             behavior_A=None if objective.on_policy else batch.behavior_A,
@@ -157,11 +157,11 @@ class Policy(nn.Module):
         self, batch: PackedBatch, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy [A] of every action, with a graph."""
-        hidden_RD, row_A = self._rows(batch)
         head = self.head()
+        hidden_RD, weight_VD, row_A = self._rows(batch, head.weight_VD)
         return linear_logprob(
             hidden_RD,
-            head.weight_VD,
+            weight_VD,
             batch.action_A,
             row_A=row_A,
             temperature=temperature / head.scale,
@@ -174,22 +174,27 @@ class Policy(nn.Module):
         self, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """Final hidden states [T, D] of tokens at positions, with the given attention."""
-        backbone = self.model.base_model
-        out = backbone(
-            input_ids=token_T.unsqueeze(0),
-            position_ids=position_T.unsqueeze(0),
-            use_cache=False,
-            attend=attend,
-        )
-        return out.last_hidden_state.squeeze(0)
+        return self._backbone(position_T, attend, input_ids=token_T.unsqueeze(0))
 
     def head(self) -> Head:
         """The output projection with the tensors that the model holds at this moment."""
         linear, config = self.model.get_output_embeddings(), self.model.config
         return Head(linear.weight, linear.bias, *_logit_transform(config))
 
-    def _rows(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of the distinct source tokens [R, D], and the row of every action [A]."""
+    def _backbone(
+        self, position_T: torch.Tensor, attend: Attend, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        out = self.model.base_model(
+            position_ids=position_T.unsqueeze(0), use_cache=False, attend=attend, **inputs
+        )
+        hidden_TD: torch.Tensor = out.last_hidden_state.squeeze(0)
+        return hidden_TD
+
+    def _rows(
+        self, batch: PackedBatch, weight_VD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states of the distinct source tokens [R, D], the head's weight as the loss is to
+        read it, and the row of every action [A]."""
         row_T, row_A = torch.unique_consecutive(batch.source_A, return_inverse=True)
         token_T, position_T, end_T = batch.token_T, batch.position_T, batch.end_T
         if not len(token_T):
@@ -198,8 +203,13 @@ class Policy(nn.Module):
             token_T, position_T = (x.new_zeros(1) for x in (token_T, position_T))
             end_T = position_T + 1
         attend = TreeAttention(end_T, position_T, self.backend, batch.plans)
-        hidden_TD = self.hidden(token_T, position_T, attend)
-        return hidden_TD.index_select(0, row_T), row_A
+        if _is_plain_embedding(self.model.get_input_embeddings(), weight_VD):
+            embedded_TD, weight_VD = _Tied.apply(weight_VD, token_T)
+            inputs = {"inputs_embeds": embedded_TD.unsqueeze(0)}
+        else:
+            inputs = {"input_ids": token_T.unsqueeze(0)}
+        hidden_TD = self._backbone(position_T, attend, **inputs)
+        return hidden_TD.index_select(0, row_T), weight_VD, row_A
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -237,6 +247,45 @@ class Policy(nn.Module):
                 f"{error:.2g} (bound {bound:.2g}); the model mixes tokens outside attention or "
                 f"changes its logits in a way that is not known here; choose another model"
             )
+
+
+def _is_plain_embedding(module: nn.Module, weight_VD: torch.Tensor) -> bool:
+    """Whether the module does no more than look up rows of this weight."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Embedding and module.weight is weight_VD and not hooked
+
+
+class _Tied(torch.autograd.Function):
+    """One weight [V, D] as embedding and as head: (embedded_TD, weight_VD).
+
+    The gradients of the few embedded rows are added to the head's gradient where it lies. Left to
+    themselves, the two uses make a gradient [V, D] each, the embedding's almost all zeros: twice
+    the memory at what is often the peak. Where the head hands over the very tensor that it saved, a
+    second backward pass through one graph is refused by autograd, because the first wrote to it.
+
+    Example: V = 3, D = 1, tokens [2, 2] with gradients [1, 2], head gradient [0, 1, 1]: [0, 1, 4].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight_VD: torch.Tensor, token_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(token_T)
+        embedded_TD = nn.functional.embedding(token_T, weight_VD)
+        return embedded_TD, weight_VD.view_as(weight_VD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, dembedded_TD: torch.Tensor, dweight_VD: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        (token_T,) = ctx.saved_tensors
+        id_N, place_T = torch.unique(token_T, return_inverse=True)
+        # Each row is added once, in one order: the sum is the same bits in every run.
+        sum_ND = torch.ops.aten.embedding_dense_backward(
+            dembedded_TD, place_T, len(id_N), -1, False
+        )
+        return dweight_VD.index_add_(0, id_N, sum_ND), None
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:
