@@ -52,7 +52,7 @@ def refilled(rollout: Rollout, points: Sequence[Point], n: int, key: Key) -> lis
     while missing > 0 and waiting:
         batch, waiting = waiting[:missing], waiting[missing:]
         if groups:
-            rollout.clock.count("group_replaced", len(batch))
+            rollout.clock.count("group_replaced", len(rollout.peers.mine(batch)))
         groups += rollout.fork(batch, n, key)
         missing = wanted - sum(not _silent(group, rollout.config.gamma) for group in groups)
     return groups
@@ -140,7 +140,7 @@ def branched(
         starts = []
         for root in range(len(points)):
             rising = [
-                (alpha + beta * rise, Start(root, 0, point, leaf.trajectory))
+                (alpha + beta * rise, Start(root, leaf.trajectory.tree, point, leaf.trajectory))
                 for leaf in fresh
                 if leaf.root == root
                 for point, rise in _rises(leaf, tokens)
@@ -151,9 +151,9 @@ def branched(
         fresh = _grown(rollout, starts, (*key, "branch", number))
         leaves = leaves + fresh
     missing = [
-        Start(root, 0, point)
+        Start(root, first + extra, point)
         for root, point in enumerate(points)
-        for _ in range(n - sum(leaf.root == root for leaf in leaves))
+        for extra in range(n - sum(leaf.root == root for leaf in leaves))
     ]
     return _groups(rollout, points, leaves + _grown(rollout, missing, (*key, "filled")))
 
@@ -213,16 +213,21 @@ def _groups(
 ) -> list[SiblingGroup]:
     """The leaves of every point, but for those whose environment failed; as in `fork`, fewer than
     two have nothing to compare."""
-    groups = []
-    for root, point in enumerate(points):
-        whole = tuple(
-            leaf.trajectory
-            for leaf in leaves
-            if leaf.root == root and leaf.trajectory.ending is not Ending.FAILED
+    groups = [
+        SiblingGroup(
+            point.task.id,
+            point.trunk,
+            point.turn,
+            point.conversation.context_T,
+            tuple(
+                leaf.trajectory
+                for leaf in leaves
+                if leaf.root == root and leaf.trajectory.ending is not Ending.FAILED
+            ),
         )
-        if len(whole) < 2:
-            rollout.clock.count("group_lost")
-            continue
-        context_T = point.conversation.context_T
-        groups.append(SiblingGroup(point.task.id, point.trunk, point.turn, context_T, whole))
-    return groups
+        for root, point in enumerate(points)
+    ]
+    lost = [group for group in groups if len(group.siblings) < 2]
+    # All processes know all leaves; an event is counted by one of them.
+    rollout.clock.count("group_lost", len(rollout.peers.mine(lost)))
+    return [group for group in groups if len(group.siblings) >= 2]
