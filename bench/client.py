@@ -26,7 +26,7 @@ import numpy as np
 
 from fastturn.sampler import wire
 from fastturn.sampler.base import SamplingParams
-from fastturn.sampler.fleet import Fleet, Job
+from fastturn.sampler.fleet import Fleet
 from fastturn.sampler.members import Traffic
 from fastturn.sampler.server import Server, ServerInfo
 from fastturn.types import Ids
@@ -106,11 +106,9 @@ async def bare(url: str, info: ServerInfo, requests: Sequence[bytes]) -> tuple[f
 def through_client(fleet: Fleet, case: ClientCase, contexts: Sequence[Ids], salt: str) -> float:
     """Seconds of one call; `WrongResult` when a completion is not there or not whole."""
     n = case.siblings
-    jobs = [
-        Job(c, case.tokens, list(range(i * n, i * n + n))) for i, c in enumerate(contexts)
-    ]  # fmt: skip
+    asks = [(context_T, case.tokens, n) for context_T in contexts]
     start = time.perf_counter()
-    found = fleet.run(jobs, PARAMS, salt, 2**31 - 1)
+    found = fleet.run(asks, PARAMS, salt, 2**31 - 1)
     took_s = time.perf_counter() - start
     if sum(len(choice.action_A) for choice, _ in found) != case.contexts * n * case.tokens:
         raise WrongResult("fastturn: completions are missing or cut")

@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 
 from fastturn import credit, expand, tree
 from fastturn.config import Config, ConfigError
+from fastturn.episode import Point
 from fastturn.types import SiblingGroup, Trunk
 
 T = TypeVar("T")
 Option = float | int | str
-Stages = Iterator[tuple[int, list[tree.Point]]]
+Stages = Iterator[tuple[int, list[Point]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Algorithm:
             **_keywords(self.sample),
             "surrogate": self.surrogate,
         }
+
+    @property
+    def separate(self) -> bool:
+        """Whether a group is nothing but a fork of its point, whatever the others are."""
+        return self.sample is tree.Rollout.fork
 
     def given(self, options: Mapping[str, Option]) -> Algorithm:
         """The algorithm with its functions bound to options."""

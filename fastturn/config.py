@@ -109,6 +109,7 @@ class Rollouts:
     concurrency: int = 256  # most completions in flight on one server
     deadline_s: float = 300.0  # of one request, its time in the server's queue included
     patience_s: float = 600.0  # how long to wait while no server answers
+    overlap: tuple[str, ...] = ("stream", "prefetch")  # servers only; none: one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,7 @@ POSITIVE = (
     *("data.tool_timeout_s", "data.env_timeout_s", "data.eval_tasks"),
     *("rollout.concurrency", "rollout.deadline_s"),
 )
+OVERLAPS = ("stream", "prefetch", "none")
 NON_NEGATIVE = (
     *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
@@ -270,6 +272,11 @@ def check(config: Config) -> Config:
 
 def _check_rollout(rollout: Rollouts) -> None:
     urls = rollout.urls
+    for name in rollout.overlap:
+        if name not in OVERLAPS:
+            raise ConfigError(
+                f"rollout.overlap={name!r}: expected any of {', '.join(OVERLAPS)}, or none"
+            )
     if rollout.engine == "local":
         if urls:
             raise ConfigError(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastturn.envs.base import Domain, Message, Task
+from fastturn.episode import stream_seed
 from fastturn.render import Renderer
-from fastturn.tree import stream_seed
 from fastturn.types import Boundary, Completion, Ending, Stop, Trajectory, Turn
 
 

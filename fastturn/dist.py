@@ -21,7 +21,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -175,6 +175,13 @@ class EveryRank:
         size = self.world.size
         return [parts[i % size][i // size] for i in range(sum(map(len, parts)))]
 
+    def relay(self, chunks: Iterable[list[T]]) -> Iterator[list[T]]:
+        """All chunks as one, when every rank has made its own; in the order of ranks."""
+        own = [item for chunk in chunks for item in chunk]
+        with self.clock.span("exchange"):
+            parts = self.world.all_gather_objects(own)
+        yield [item for part in parts for item in part]
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderOnly:
@@ -189,6 +196,17 @@ class LeaderOnly:
     def join(self, results: Sequence[T]) -> list[T]:
         with self.clock.span("exchange"):
             return self.world.broadcast_object(list(results))
+
+    def relay(self, chunks: Iterable[list[T]]) -> Iterator[list[T]]:
+        """The leader's chunks, as they come."""
+        own = iter(chunks)
+        while True:
+            chunk = next(own, None) if self.world.leader else None
+            with self.clock.span("exchange"):
+                chunk = self.world.broadcast_object(chunk)
+            if chunk is None:
+                return
+            yield chunk
 
 
 @contextmanager

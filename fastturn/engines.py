@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastturn.config import Config, ConfigError
 from fastturn.dist import EveryRank, LeaderOnly, World
 from fastturn.meter import Follower, Meter
 from fastturn.policy import Policy
 from fastturn.progress import Progress
-from fastturn.sampler.base import Request, Sampler, SamplerStats, SamplingParams
+from fastturn.sampler.base import (
+    Batches,
+    Request,
+    Sampler,
+    SamplerStats,
+    SamplingParams,
+    Stream,
+)
 from fastturn.sampler.local import LocalSampler
 from fastturn.sharding import Mirror
 from fastturn.tree import Alone, Peers
@@ -58,6 +66,10 @@ class Absent:
     def sample(self, requests: Sequence[Request], params: SamplingParams) -> list[list[Completion]]:
         assert not requests, "this rank has no share of the rollouts"
         return []
+
+    def stream(self, params: SamplingParams, answer: Callable[[Any, Any], None]) -> Stream:
+        """Nothing is submitted here; servers answer the rank that asks."""
+        return Batches(self, params, answer)
 
     def publish(self, version: int) -> None:
         """The weights are published by the rank that samples."""

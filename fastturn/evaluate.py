@@ -13,10 +13,12 @@ import torch
 from fastturn.config import Config, ConfigError, from_dict, override
 from fastturn.envs import load_domain
 from fastturn.envs.base import Task
+from fastturn.episode import Point
+from fastturn.play import Unmetered
 from fastturn.policy import Policy
 from fastturn.render import Renderer
 from fastturn.sampler.local import LocalSampler
-from fastturn.tree import Point, Rollout, Unmetered
+from fastturn.tree import Rollout
 from fastturn.types import Trajectory
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fastturn.tree import Point, Rollout, stages, stream_seed
+from fastturn.episode import Point, stream_seed
+from fastturn.tree import Rollout, stages
 from fastturn.types import Ending, SiblingGroup, Trajectory, Trunk
 
 Key = tuple[object, ...]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,10 +99,17 @@ class Learner:
     skips_in_row: int = 0
 
     def update(
-        self, groups: Sequence[SiblingGroup], version: int, key: tuple[int, ...]
+        self,
+        chunks: Iterable[Sequence[SiblingGroup]],
+        planned: int,
+        version: int,
+        key: tuple[int, ...],
     ) -> tuple[dict[str, Any], Credits]:
         """Train on one stage's groups; returns its record and the credits of the first epoch.
 
+        `chunks`: the groups, as they come; each chunk's gradient is computed when it is there, and
+        the step is taken after the last one. (With several mini-batches all are awaited first.)
+        `planned`: how many groups are expected; those that never come change nothing.
         `version` is the policy version that must have sampled them; `key` seeds the order of
         mini-batches. Raises `PublishError` when the samples are not from this policy and
         `DivergedError` after `MOST_SKIPS` non-finite steps in a row.
@@ -115,18 +122,28 @@ class Learner:
             kl_coef=loss.kl_coef,
             surrogate=algorithm.surrogate,
         )
+
+        def credited(chunk: Sequence[SiblingGroup]) -> Credits:
+            return algorithm.credit(chunk, self.config)
+
+        def packed(credits: Credits) -> list[PackedBatch]:
+            with self.clock.span("pack"):
+                return self.pack(credits, objective.whole_groups)
+
         total, first = Totals(), None
         shown: Credits = []
+        groups: list[SiblingGroup] = []
         for epoch in range(loss.epochs):
-            for part in self._partition(groups, (*key, epoch)):
-                credits = algorithm.credit(part, self.config)
+            coming = chunks if epoch == 0 else [groups]
+            for dealt, count in self._deal(coming, planned, (*key, epoch)):
+                part = Part(dealt, count, credited, packed)
+                optimizers = self.optimizers
+                step = self.step(part.batches(), objective, optimizers, version, part.correction)
                 if epoch == 0:
-                    shown.extend(credits)
-                with self.clock.span("pack"):
-                    batches = self.pack(credits, objective.whole_groups)
-                if not batches:
+                    shown += part.credits
+                    groups += part.groups
+                if not step.steps + step.skipped:
                     continue
-                step = self.step(batches, objective, self.optimizers, version)
                 if first is None:
                     first = step
                     dtype = getattr(torch, self.config.model.compute_dtype)
@@ -148,15 +165,19 @@ class Learner:
 
     def step(
         self,
-        batches: Sequence[PackedBatch],
+        batches: Iterable[PackedBatch],
         objective: Objective,
         optimizers: Optimizers,
         version: int | None = None,
+        correction: Callable[[], float] = lambda: 1.0,
     ) -> Totals:
-        """One optimiser step over micro-batches; skipped (and kept on disk) when not finite."""
-        totals = Totals()
+        """One optimiser step over micro-batches, or none when there are none; skipped (and kept on
+        disk) when not finite. `correction`: what the sum of their gradients is multiplied by, asked
+        for when the last of them has come."""
+        totals, seen = Totals(), []
         optimizers.zero_grad()
         for batch in batches:
+            seen.append(batch)
             if version is not None:
                 prove_version(batch, version)
             reference_A = None
@@ -167,35 +188,51 @@ class Learner:
                 output = self.policy(batch, objective, reference_A)
                 output.loss.backward()
                 totals.add(batch, output)
+        if not seen:
+            return totals
         with self.clock.span("optimizer"):
             totals = totals.over(self.world)
+            self._scale(totals, correction())
             totals.grad_norm = self._clip()
             if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
                 optimizers.step()
                 totals.steps = 1
                 self.skips_in_row = 0
             else:
-                self._skip(batches, totals, "warm.lr" if objective.on_policy else "optim.lr")
+                self._skip(seen, totals, "warm.lr" if objective.on_policy else "optim.lr")
         return totals
+
+    def _scale(self, totals: Totals, factor: float) -> None:
+        """Multiply the gradients and the loss."""
+        if factor != 1.0:
+            totals.loss *= factor
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.policy.parameters() if p.grad is not None]
 
     def _clip(self) -> float:
         """Scale the gradients down to the largest norm allowed; returns the norm they had."""
-        parameters = list(self.policy.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        norm = whole(torch.nn.utils.get_total_norm(self._gradients()))
         most = self.config.optim.clip_norm or math.inf
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        torch.nn.utils.clip_grads_with_norm_(self.policy.parameters(), most, norm)
         return float(norm)
 
-    def _partition(
-        self, groups: Sequence[SiblingGroup], key: tuple[int, ...]
-    ) -> list[list[SiblingGroup]]:
-        """Mini-batches of an epoch: a seeded shuffle dealt out evenly; no empty ones."""
+    def _deal(
+        self, chunks: Iterable[Sequence[SiblingGroup]], planned: int, key: tuple[int, ...]
+    ) -> Iterator[tuple[Iterable[Sequence[SiblingGroup]], int]]:
+        """(chunks, planned groups) of every mini-batch of an epoch: all groups as they come, or a
+        seeded shuffle dealt out evenly when they are there; no empty ones."""
+        if self.config.loss.minibatches == 1:
+            yield chunks, planned
+            return
+        groups = [group for chunk in chunks for group in chunk]
         parts = min(self.config.loss.minibatches, len(groups))
-        if parts <= 1:
-            return [list(groups)] if groups else []
         order = np.random.default_rng([self.config.seed, *key]).permutation(len(groups))
-        return [[groups[i] for i in order[part::parts]] for part in range(parts)]
+        for part in range(parts):
+            dealt = [groups[i] for i in order[part::parts]]
+            yield [dealt], len(dealt)
 
     def _skip(self, batches: Sequence[PackedBatch], totals: Totals, rate: str) -> None:
         """Book a non-finite step and keep its batch for replay; `rate` is the key to blame."""
@@ -219,6 +256,41 @@ class Learner:
                 f"gradient norm {totals.grad_norm}); the last batch and weights are in {folder}. "
                 f"Lower {rate} (now {self.optimizers.lr:g}) or look at that batch"
             )
+
+
+@dataclass(slots=True)
+class Part:
+    """The groups of one optimiser step, credited and packed as they come.
+
+    A credit's weights share 1 among the groups of its chunk. Here a chunk gets its share of the
+    `planned` groups, and what is left when fewer have come is the `correction` of the gradient:
+    together these are the weights of all groups that came, wherever chunks begin and end.
+    Example: 4 planned, chunks of 2 and 1: both weigh 1/4 a group, and the correction is 4/3.
+    """
+
+    chunks: Iterable[Sequence[SiblingGroup]]
+    planned: int
+    credit: Callable[[Sequence[SiblingGroup]], Credits]
+    pack: Callable[[Credits], list[PackedBatch]]
+    groups: list[SiblingGroup] = field(default_factory=list)
+    credits: Credits = field(default_factory=list)
+
+    def batches(self) -> Iterator[PackedBatch]:
+        for chunk in self.chunks:
+            credits = self.credit(chunk)
+            self.groups += chunk
+            self.credits += credits
+            yield from self.pack(_weighed(credits, len(chunk) / self.planned))
+
+    def correction(self) -> float:
+        return self.planned / len(self.groups)
+
+
+def _weighed(credits: Credits, share: float) -> Credits:
+    """Credits with their weights multiplied."""
+    if share == 1.0:
+        return credits
+    return [[replace(c, weight_U=c.weight_U * share) for c in group] for group in credits]
 
 
 def _on_host(batch: PackedBatch) -> dict[str, Any]:

@@ -1,72 +1,97 @@
-"""A bounded pool for environment steps with a deadline that a stuck step cannot break.
+"""Where answers arrive: from outside, or from calls made on a bounded number of threads here.
 
-Python threads cannot be killed, so a step that misses its deadline is abandoned: its worker is
-replaced, its result is ignored when it comes, and the caller gets `DeadlineError` for it.
+Python threads cannot be killed, so a call that misses its deadline is abandoned: its thread is
+replaced, its result is ignored when it comes, and `DeadlineError` is its answer.
 """
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Hashable
 from typing import Any
+
+WORKERS = max(4, min(32, 2 * (os.cpu_count() or 1)))  # environments mostly wait for something
 
 
 class DeadlineError(TimeoutError):
-    """A step did not return within its deadline."""
+    """A call did not return within its deadline."""
 
 
-@dataclass(slots=True)
-class _Batch:
-    """One call of `run_all`: the queue, the results, and which item each worker is busy with."""
+class Inbox:
+    """(key, answer) pairs in the order in which they came.
 
-    calls: Sequence[Callable[[], Any]]
-    results: list[Any]
-    condition: threading.Condition = field(default_factory=threading.Condition)
-    next_index: int = 0
-    unfinished: int = 0
-    started_s: dict[int, float] = field(default_factory=dict)
+    `put` files an answer of somebody else, from any thread; `call` runs a function on one of
+    `workers` threads and files its result, the exception it raised, or `DeadlineError` when it ran
+    longer than `deadline_s`; `get` waits for the next pair.
+    Example: after `inbox.call("a", lambda: 1 / 0)`, `inbox.get()` is ("a", ZeroDivisionError()).
+    """
 
-    def work(self) -> None:
+    def __init__(self, deadline_s: float, workers: int = WORKERS) -> None:
+        self.deadline_s, self.workers = deadline_s, workers
+        self._answers: queue.SimpleQueue[tuple[Hashable, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Hashable, Callable[[], Any]]] = deque()
+        self._running: dict[object, tuple[Hashable, float]] = {}  # with the time of its start
+        self._threads = 0  # that take calls; abandoned ones do not count
+
+    def put(self, key: Hashable, answer: Any) -> None:
+        self._answers.put((key, answer))
+
+    def call(self, key: Hashable, function: Callable[[], Any]) -> None:
+        with self._lock:
+            self._waiting.append((key, function))
+            self._staff()
+
+    def get(self) -> tuple[Any, Any]:
+        while True:
+            try:
+                return self._answers.get(timeout=self._until_deadline_s())
+            except queue.Empty:
+                self._expire()
+
+    def _staff(self) -> None:
+        """As many threads as there is work for; under the lock."""
+        while self._threads < min(self.workers, len(self._waiting) + len(self._running)):
+            self._threads += 1
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
         """Take calls until none is left, or until the one in hand has been abandoned."""
         while True:
-            with self.condition:
-                if self.next_index == len(self.calls):
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
                     return
-                index = self.next_index
-                self.next_index += 1
-                self.started_s[index] = time.monotonic()
+                key, function = self._waiting.popleft()
+                ticket = object()
+                self._running[ticket] = key, time.monotonic()
             try:
-                result = self.calls[index]()
-            except Exception as error:  # handed to the caller as this item's result
-                result = error
-            with self.condition:
-                if self.started_s.pop(index, None) is None:
+                answer = function()
+            except Exception as error:  # handed over as this call's answer
+                answer = error
+            with self._lock:
+                if self._running.pop(ticket, None) is None:
                     return
-                self.results[index] = result
-                self.unfinished -= 1
-                self.condition.notify()
+            self.put(key, answer)
 
+    def _until_deadline_s(self) -> float:
+        with self._lock:
+            oldest_s = min((start_s for _, start_s in self._running.values()), default=None)
+        if oldest_s is None:
+            return self.deadline_s  # a call that starts now is not late before then
+        return max(0.001, oldest_s + self.deadline_s - time.monotonic())
 
-def run_all(calls: Sequence[Callable[[], Any]], deadline_s: float, workers: int = 4) -> list[Any]:
-    """The result of every call, in order; an exception stands in the place of a failed call's
-    result, and `DeadlineError` in that of a call that took longer than `deadline_s`.
-
-    Example: `run_all([lambda: 1, lambda: 1 / 0], 1.0)` is `[1, ZeroDivisionError(...)]`.
-    """
-    batch = _Batch(calls, results=[None] * len(calls), unfinished=len(calls))
-    for _ in range(min(workers, len(calls))):
-        threading.Thread(target=batch.work, daemon=True).start()
-    with batch.condition:
-        while batch.unfinished:
-            now_s = time.monotonic()
-            oldest_s = min(batch.started_s.values(), default=now_s)
-            batch.condition.wait(max(0.001, oldest_s + deadline_s - now_s))
-            late_s = time.monotonic() - deadline_s
-            for index in [i for i, start_s in batch.started_s.items() if start_s <= late_s]:
-                del batch.started_s[index]
-                batch.results[index] = DeadlineError(f"no answer within {deadline_s:g} s")
-                batch.unfinished -= 1
-                threading.Thread(target=batch.work, daemon=True).start()
-    return batch.results
+    def _expire(self) -> None:
+        """Abandon the calls that are late."""
+        late_s = time.monotonic() - self.deadline_s
+        with self._lock:
+            late = [t for t, (_, start_s) in self._running.items() if start_s <= late_s]
+            keys = [self._running.pop(ticket)[0] for ticket in late]
+            self._threads -= len(late)
+            self._staff()
+        for key in keys:
+            self.put(key, DeadlineError(f"no answer within {self.deadline_s:g} s"))

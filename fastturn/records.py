@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TIMING_KEYS = frozenset({"spans", "wall_s", "cpu_s", "tokens_per_s", "time"})
+TIMING_KEYS = frozenset({"spans", "wall_s", "cpu_s", "tokens_per_s", "time", "overlap_saved_s"})
 
 
 def untimed(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from fastturn.types import Trunk
 RESUMABLE = {
     *("iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"),
     *("rollout.urls", "rollout.carrier"),
-    *("rollout.concurrency", "rollout.deadline_s", "rollout.patience_s"),
+    *("rollout.overlap", "rollout.concurrency", "rollout.deadline_s", "rollout.patience_s"),
     *("dist.shard_ranks", "dist.cpu_offload"),
 }
 

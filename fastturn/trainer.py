@@ -33,17 +33,22 @@ from fastturn.config import Config
 from fastturn.demos import demonstrate
 from fastturn.dist import World
 from fastturn.envs.base import Task
+from fastturn.episode import Point, stream_seed
 from fastturn.evaluate import Evaluation, evaluate
 from fastturn.learner import supervised
 from fastturn.loss import Objective
 from fastturn.meter import Meter
+from fastturn.play import Unmetered
 from fastturn.progress import Progress
 from fastturn.progress import Task as Bar
 from fastturn.report import write_report
 from fastturn.run import Run, RunError, open_run
+from fastturn.sampler.base import Streaming
 from fastturn.sampler.server import EngineError
+from fastturn.tally import book, iteration_record, result_rows
 from fastturn.transcripts import transcripts
-from fastturn.types import Trajectory
+from fastturn.tree import Gathered, Unfolding
+from fastturn.types import Trunk
 
 MOST_CUT = 0.3  # share of truncated episodes in the first iteration that earns a warning
 __all__ = ["RunError", "train"]
@@ -80,7 +85,7 @@ def warm_start(run: Run) -> None:
     if cursor.phase != "warm":
         return
     objective = Objective(temperature=1.0, on_policy=True)
-    learner = replace(run.learner, clock=tree.Unmetered())  # the warm start is one span
+    learner = replace(run.learner, clock=Unmetered())  # the warm start is one span
     with (
         run.meter.span("warm_start"),
         run.progress.task("warm start", config.warm.steps, cursor.warm_step) as bar,
@@ -150,10 +155,12 @@ def one_iteration(run: Run) -> dict[str, Any]:
     publish(run)
     stages = list(plan_stages(run))
     name = f"iteration {cursor.iteration + 1}"
+    grown: list[Trunk] = []  # those of the next iteration, grown beside the last stage
     with run.progress.task(name, len(stages), cursor.stage) as bar:
         for turn, points in stages[cursor.stage :]:
             bar.update(turn=turn)
-            one_stage(run, turn, points)
+            last = cursor.stage + 1 == len(stages)
+            grown = one_stage(run, turn, points, next_roots(run) if last else [])
             cursor.stage += 1
             bar.advance(1)
             if cursor.stage < len(stages):
@@ -167,12 +174,12 @@ def one_iteration(run: Run) -> dict[str, Any]:
         cursor.iteration + 1,
         0,
         Counter(),
-        [],
+        grown,
     )
     return record
 
 
-def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
+def plan_stages(run: Run) -> Iterator[tuple[int, list[Point]]]:
     """(turn, boundaries to fork at) in training order."""
     config, cursor = run.config, run.cursor
     algorithm = algorithm_of(config)
@@ -183,31 +190,64 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[tree.Point]]]:
         roots = run.rollout.roots(tasks, config.trunks)
         with run.progress.task("trunks", len(run.rollout.peers.mine(roots))) as bar:
             run.trunks = watched(run, bar).grow(roots, ("trunk", cursor.iteration))
+    if cursor.stage == 0:
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
     return algorithm.stages(run.trunks, (config.seed, cursor.iteration))
 
 
-def one_stage(run: Run, turn: int, points: Sequence[tree.Point]) -> None:
-    """Publish, fork, train, record."""
+def next_roots(run: Run) -> list[Point]:
+    """The roots of the next iteration's trunks, when these are to be grown beside this one's last
+    stage. Trunks only say which states are visited, so an older policy may grow them."""
+    config, following = run.config, run.cursor.iteration + 1
+    if (
+        not algorithm_of(config).reverse
+        or not overlaps(run, "prefetch")
+        or following >= config.iterations
+    ):
+        return []
+    return run.rollout.roots(pick(run, following, config.tasks, "train"), config.trunks)
+
+
+def overlaps(run: Run, what: str) -> bool:
+    """Whether servers are to work on this while the trainer does something else."""
+    return isinstance(run.rollout.sampler, Streaming) and what in run.config.rollout.overlap
+
+
+def one_stage(
+    run: Run, turn: int, points: Sequence[Point], ahead: Sequence[Point] = ()
+) -> list[Trunk]:
+    """Publish, fork, train, record; returns the trunks that were grown from the roots `ahead`."""
     config, cursor = run.config, run.cursor
     if cursor.stage:
         publish(run)
     algorithm = algorithm_of(config)
     n = config.group_size - algorithm.unsampled
-    with run.progress.task(f"turn {turn + 1}", len(run.rollout.peers.mine(points)) * n) as bar:
-        key = ("fork", cursor.iteration, turn)
-        groups = algorithm.sample(watched(run, bar), points, n, key)
-    record, credits = run.learner.update(groups, cursor.version, (cursor.iteration, turn))
+    mine = run.rollout.peers.mine
+    with run.progress.task(f"turn {turn + 1}", len(mine(points)) * n + len(mine(ahead))) as bar:
+        rollout, key = watched(run, bar), ("fork", cursor.iteration, turn)
+        if algorithm.separate:
+            following = ("trunk", cursor.iteration + 1)
+            sampling: Unfolding | Gathered = rollout.unfold(points, n, key, ahead, following)
+        else:
+            sampling = Gathered(algorithm.sample(rollout, points, n, key))
+        at_once = algorithm.whole_stage or not overlaps(run, "stream")
+        record, credits = run.learner.update(
+            sampling.groups(at_once), len(points), cursor.version, (cursor.iteration, turn)
+        )
+        grown = sampling.trunks()
     position = {"iteration": cursor.iteration, "stage": turn, "version": cursor.version}
+    for name, seconds in sampling.saved_s.items():
+        cursor.totals[f"saved_{name}_s"] += seconds  # type: ignore[assignment]
     cursor.version += bool(record["steps"])
-    book(cursor.tally, [t for group in groups for t in group.siblings])
+    book(cursor.tally, [credit.trajectory for group in credits for credit in group])
     for name in ("tokens_packed", "tokens_flat", "groups", "groups_silent"):
         cursor.tally[name] += record[name]
     for name in ("log_ratio_sum", "actions_first"):
         cursor.totals[name] += record.pop(name)
-    run.record("stage", position | record)
+    run.record("stage", position | record | {"overlap_saved_s": sampling.saved_s})
     for sample in transcripts(credits, run.tokenizer, cursor.iteration, turn):
         run.meter.sample(sample)
+    return grown
 
 
 def watched(run: Run, bar: Bar) -> tree.Rollout:
@@ -228,43 +268,6 @@ def publish(run: Run) -> None:
     with run.meter.span("publish"):
         run.mirror.refresh(run.cursor.version)
         run.rollout.sampler.publish(run.cursor.version)
-
-
-def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") -> None:
-    """Add finished episodes to the iteration's sums; trunks have their own successes."""
-    for episode in episodes:
-        tally["rollouts"] += 1
-        tally[f"{prefix}episodes"] += 1
-        tally[f"{prefix}success"] += episode.success
-        tally[f"{prefix}return"] += episode.discounted_return()  # type: ignore[assignment]
-        tally[f"{prefix}turns"] += len(episode.turns)
-        tally[f"{prefix}action_tokens"] += episode.tokens_sampled
-        tally[f"{prefix}ending_{episode.ending}"] += 1
-
-
-def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) -> dict[str, Any]:
-    """The record of an iteration; its sums are added to the run's `totals`."""
-    totals.update({k: tally[k] for k in ("rollouts", "tokens_packed", "tokens_flat")})
-    totals.update({k: tally[k] for k in ("groups", "groups_silent")})
-
-    def mean(name: str, over: str = "episodes") -> float:
-        return tally[name] / tally[over] if tally[over] else 0.0
-
-    endings = {k.removeprefix("ending_"): n for k, n in tally.items() if k.startswith("ending_")}
-    return {
-        "iteration": iteration,
-        "rollouts": tally["rollouts"],
-        "rollouts_total": totals["rollouts"],
-        "success": mean("success"),
-        "trunk_success": mean("trunk_success", "trunk_episodes"),
-        "return_mean": mean("return"),
-        "turns_mean": mean("turns"),
-        "action_tokens_mean": mean("action_tokens"),
-        "zero_advantage_share": mean("groups_silent", "groups"),
-        "tokens_packed": tally["tokens_packed"],
-        "tokens_flat": tally["tokens_flat"],
-        "endings": dict(sorted(endings.items())),
-    }
 
 
 def finish(run: Run) -> dict[str, Any]:
@@ -298,6 +301,7 @@ def conclude(run: Run) -> dict[str, Any]:
             "tokens_packed": totals["tokens_packed"],
             "tokens_flat": totals["tokens_flat"],
             "zero_advantage_share": totals["groups_silent"] / max(1, totals["groups"]),
+            "overlap_saved_s": {name: totals[f"saved_{name}_s"] for name in ("stream", "prefetch")},
             "ratio_geomean": math.exp(totals["log_ratio_sum"] / first) if first else None,
         }
     )
@@ -306,27 +310,13 @@ def conclude(run: Run) -> dict[str, Any]:
     return summary
 
 
-def result_rows(summary: dict[str, Any], report: Path) -> list[tuple[str, str]]:
-    """What a person wants to see at the end."""
-    packed, flat = summary["tokens_packed"], summary["tokens_flat"]
-    return [
-        ("sampled success", f"{summary['success_before']:.1%} -> {summary['success_after']:.1%}"),
-        ("greedy success", f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"),
-        ("rollouts", f"{summary['rollouts']:,}"),
-        ("wall-clock / CPU", f"{summary['wall_s']:.0f} s / {summary['cpu_s']:.0f} s"),
-        ("silent groups", f"{summary['zero_advantage_share']:.0%}"),
-        ("tokens saved by sharing", f"{1 - packed / flat:.0%}" if flat else "-"),
-        ("report", str(report)),
-    ]
-
-
 def pick(run: Run, index: int, n: int, stream: str) -> list[Task]:
     """`n` training tasks of step `index`: a seeded shuffle an epoch, walked through in order."""
     tasks = run.domain.train_tasks
     chosen = []
     for place in range(index * n, (index + 1) * n):
         epoch, offset = divmod(place, len(tasks))
-        key = tree.stream_seed(run.config.seed, stream, epoch)
+        key = stream_seed(run.config.seed, stream, epoch)
         chosen.append(tasks[shuffled(len(tasks), key, offset)])
     return chosen
 

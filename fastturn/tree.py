@@ -3,120 +3,30 @@
     tasks -> roots -> grow -> trunks -> stages (k = K-1 ... 0) -> fork -> sibling groups
 
 Everything starts from a `Point`: one exact state (environment snapshot and conversation) from which
-any number of episodes can be played. Episodes advance in lockstep, one sampler call a turn for all
-of them; episodes at the same point are one request, so their context is read once.
+any number of episodes can be played (`play.py`); episodes at the same point are one request, so
+their context is read once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
+from fastturn.beside import Beside, Inline
 from fastturn.config import Config
-from fastturn.envs.base import Domain, Env, Observation, Task
-from fastturn.pool import DeadlineError, run_all
-from fastturn.render import Conversation, Renderer
-from fastturn.sampler.base import Request, Sampler, SamplingParams
-from fastturn.types import (
-    Boundary,
-    Completion,
-    Ending,
-    Ids,
-    SiblingGroup,
-    Stop,
-    Trajectory,
-    Trunk,
-    Turn,
-)
+from fastturn.envs.base import Domain, Task
+from fastturn.episode import Cohort, Episode, Point
+from fastturn.play import Clock, Play
+from fastturn.pool import Inbox
+from fastturn.render import Renderer
+from fastturn.sampler.base import Sampler, SamplingParams, Streaming
+from fastturn.types import SiblingGroup, Trunk
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def stream_seed(*key: object) -> int:
-    """A 63-bit seed for one random stream, a pure function of its name.
-
-    Example: `stream_seed(0, "fork", 3, "task-17", 2)`; the same key always gives the same draw,
-    whatever else is sampled beside it, which is what makes a resumed run repeat an unbroken one.
-    """
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One exact state at a turn boundary; picklable, never mutated.
-
-    `turn`: index of the turn to be sampled next; `tokens_sampled`: by all turns before it.
-    """
-
-    task: Task
-    trunk: int
-    turn: int
-    tokens_sampled: int
-    env_state: Any
-    conversation: Conversation
-
-
-@dataclass(slots=True)
-class Episode:
-    """An episode being played from a point; `stream` names its random stream."""
-
-    origin: Point
-    env: Env
-    stream: tuple[object, ...]
-    conversation: Conversation
-    boundary: Boundary
-    tokens_sampled: int
-    turns: list[Turn] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
-    ending: Ending | None = None
-
-    @property
-    def turn(self) -> int:
-        return self.origin.turn + len(self.turns)
-
-    @property
-    def context_T(self) -> Ids:
-        return self.conversation.context_T
-
-    def point(self) -> Point:
-        """The state it is in now."""
-        return replace(
-            self.origin,
-            turn=self.turn,
-            tokens_sampled=self.tokens_sampled,
-            env_state=self.env.snapshot(),
-            conversation=self.conversation,
-        )
-
-    def trajectory(self) -> Trajectory:
-        assert self.ending is not None
-        return Trajectory(self.origin.task.id, self.origin.turn, tuple(self.turns), self.ending)
-
-
-class Clock(Protocol):
-    """What rollouts need of the meter: time spans and event counts."""
-
-    def span(self, name: str) -> AbstractContextManager[Any]: ...
-
-    def count(self, name: str, n: int = 1) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Unmetered:
-    """A clock for work that is one span of its own and whose events are not those of training."""
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        yield
-
-    def count(self, name: str, n: int = 1) -> None:
-        """Not counted."""
 
 
 class Peers(Protocol):
@@ -130,6 +40,10 @@ class Peers(Protocol):
         """The results of all items in their order, from one result for each of `mine`."""
         ...
 
+    def relay(self, chunks: Iterable[list[T]]) -> Iterator[list[T]]:
+        """The chunks of the process that plays, as they come; all go through them together."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -141,6 +55,23 @@ class Alone:
     def join(self, results: Sequence[T]) -> list[T]:
         return list(results)
 
+    def relay(self, chunks: Iterable[list[T]]) -> Iterator[list[T]]:
+        yield from chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Uncounted:
+    """A clock for another thread: events count, time there is not the run's."""
+
+    clock: Clock
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        yield
+
+    def count(self, name: str, n: int = 1) -> None:
+        self.clock.count(name, n)
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -151,8 +82,10 @@ class Rollout:
     sampler: Sampler
     config: Config
     clock: Clock
-    on_turn: Callable[[int, int], None] = lambda ended, tokens: None  # progress, after each turn
+    on_turn: Callable[[int, int], None] = lambda ended, tokens: None  # (ended, tokens sampled)
     peers: Peers = Alone()
+    inbox: Callable[[float], Inbox] = Inbox
+    beside: Callable[[Iterator[Any]], Beside[Any]] = Beside
 
     def roots(self, tasks: Sequence[Task], trunks: int = 1) -> list[Point]:
         """The start of every task, `trunks` times over: the boundaries of turn 0. Tasks that leave
@@ -179,10 +112,7 @@ class Rollout:
 
     def grow(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Trunk]:
         """One complete trajectory from every root, with the point of every boundary on its way."""
-        own = self.peers.mine(roots)
-        episodes = [self._resume(root, (*key, root.task.id, root.trunk)) for root in own]
-        self._play([[episode] for episode in episodes], self._params(), "trunk_decode", True)
-        return self.peers.join([Trunk(e.trajectory(), tuple(e.points)) for e in episodes])
+        return self._inline(self._trunks(roots, key), None, "trunk_decode").trunks()
 
     def fork(
         self,
@@ -198,124 +128,128 @@ class Rollout:
         keeps fewer than two of several siblings has nothing to compare and is left out as well
         (counted as `group_lost`).
         """
-        own = self.peers.mine(points)
-        cohorts = [
-            [self._resume(point, (*key, point.task.id, point.trunk, j)) for j in range(n)]
-            for point in own
-        ]
-        self._play(cohorts, self._params(temperature), span, False)
-        groups: list[SiblingGroup | None] = []
-        for point, cohort in zip(own, cohorts, strict=True):
-            siblings = [e.trajectory() for e in cohort if e.ending is not Ending.FAILED]
-            if len(siblings) < min(n, 2):
-                self.clock.count("group_lost")
-                groups.append(None)
-                continue
-            context_T = point.conversation.context_T
-            groups.append(
-                SiblingGroup(point.task.id, point.trunk, point.turn, context_T, tuple(siblings))
-            )
-        return [group for group in self.peers.join(groups) if group is not None]
+        unfolding = self._inline(self._siblings(points, n, key), temperature, span)
+        return [group for chunk in unfolding.groups(at_once=True) for group in chunk]
 
-    def _params(self, temperature: float | None = None) -> SamplingParams:
-        if temperature is None:
-            temperature = self.config.sampling.temperature
-        return SamplingParams(temperature, tuple(self.renderer.stop_ids))
+    def unfold(
+        self,
+        points: Sequence[Point],
+        n: int,
+        key: tuple[object, ...],
+        ahead: Sequence[Point] = (),
+        ahead_key: tuple[object, ...] = (),
+    ) -> Unfolding:
+        """What `fork` gives, while it is being sampled, and then the trunks of the roots `ahead`,
+        which are grown beside the siblings by the same policy. Only a `Streaming` sampler works
+        while the caller does something else."""
+        cohorts = self._siblings(points, n, key) + self._trunks(ahead, ahead_key)
+        if not isinstance(self.sampler, Streaming):
+            return self._inline(cohorts, None, "sibling_decode")
+        elsewhere = replace(self, clock=Uncounted(self.clock))
+        items = elsewhere._play(cohorts, None, "sibling_decode")
+        return Unfolding(self, cohorts, self.beside(items))
+
+    def _inline(self, cohorts: list[Cohort], temperature: float | None, span: str) -> Unfolding:
+        return Unfolding(self, cohorts, Inline(self._play(cohorts, temperature, span)))
+
+    def _trunks(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Cohort]:
+        return [
+            Cohort(root, [self._resume(root, (*key, root.task.id, root.trunk))], trunk=True)
+            for root in self.peers.mine(roots)
+        ]
+
+    def _siblings(self, points: Sequence[Point], n: int, key: tuple[object, ...]) -> list[Cohort]:
+        return [
+            Cohort(p, [self._resume(p, (*key, p.task.id, p.trunk, j)) for j in range(n)])
+            for p in self.peers.mine(points)
+        ]
 
     def _resume(self, point: Point, stream: tuple[object, ...]) -> Episode:
-        env = self.domain.env()
-        env.restore(point.env_state)
-        boundary = Boundary(0, point.conversation.context_T)
-        return Episode(point, env, stream, point.conversation, boundary, point.tokens_sampled)
+        return Episode.resume(self.domain, point, stream)
 
     def _play(
-        self, cohorts: list[list[Episode]], params: SamplingParams, span: str, record: bool
-    ) -> None:
-        """Play every episode to its end. A cohort is episodes at one point: one request."""
-        while cohorts:
-            episodes = [episode for cohort in cohorts for episode in cohort]
-            if record:
-                for episode in episodes:
-                    episode.points.append(episode.point())
-            with self.clock.span(span):
-                completions = self.sampler.sample([self._request(c) for c in cohorts], params)
-            flat = [completion for group in completions for completion in group]
-            with self.clock.span("environment"):
-                self._step(episodes, flat)
-            cohorts = [[episode] for episode in episodes if episode.ending is None]
-            ended = len(episodes) - len(cohorts)
-            self.on_turn(ended, sum(len(done.action_A) for done in flat))
+        self, cohorts: Sequence[Cohort], temperature: float | None, span: str
+    ) -> Iterator[Cohort]:
+        """Cohorts as they end."""
+        if temperature is None:
+            temperature = self.config.sampling.temperature
+        params = SamplingParams(temperature, tuple(self.renderer.stop_ids))
+        parts = self.renderer, self.sampler, self.config, self.clock, self.on_turn, self.inbox
+        return Play(*parts).run(cohorts, params, span)
 
-    def _request(self, cohort: Sequence[Episode]) -> Request:
-        first = cohort[0]
-        limits, room = self.config.sampling, self.config.model.max_context - len(first.context_T)
-        budget = min(limits.turn_tokens, limits.episode_tokens - first.tokens_sampled, room)
-        seeds = tuple(stream_seed(self.config.seed, *e.stream, e.turn) for e in cohort)
-        return Request(first.context_T, budget, seeds)
 
-    def _step(self, episodes: Sequence[Episode], completions: Sequence[Completion]) -> None:
-        """Let the environments answer; actions cut by their budget end the episode unanswered."""
-        whole = []
-        for episode, completion in zip(episodes, completions, strict=True):
-            episode.tokens_sampled += len(completion.action_A)
-            if completion.stop is Stop.LENGTH:
-                self._end_turn(episode, completion, 0.0, ("truncated",), Ending.TRUNCATED)
-            else:
-                action = self.renderer.parse(completion.action_A)
-                whole.append((episode, completion, partial(episode.env.step, action)))
-        answers = run_all([call for _, _, call in whole], self.config.data.env_timeout_s)
-        for (episode, completion, _), answer in zip(whole, answers, strict=True):
-            if isinstance(answer, Exception):
-                self._fail(episode, completion, answer)
-            else:
-                self._answer(episode, completion, answer)
+@dataclass(slots=True)
+class Unfolding:
+    """Cohorts being played: take all `groups`, then the `trunks`.
 
-    def _fail(self, episode: Episode, completion: Completion, error: Exception) -> None:
-        event = "env_timeout" if isinstance(error, DeadlineError) else "env_error"
-        logger.warning(
-            "task %s, turn %d: the environment failed (%s: %s); the episode is not trained on",
-            episode.origin.task.id,
-            episode.turn,
-            type(error).__name__,
-            error,
-            exc_info=error,
-        )
-        self._end_turn(episode, completion, 0.0, (event,), Ending.FAILED)
+    `saved_s`, known when both are taken: seconds that the caller did something else while groups
+    were sampled ("stream") and while trunks grew, beside the groups or behind them ("prefetch").
+    """
 
-    def _answer(self, episode: Episode, completion: Completion, answer: Observation) -> None:
-        """Book the turn, then either end the episode or move on to the next boundary."""
-        config = self.config
-        ending: Ending | None = None
-        if answer.done:
-            ending = Ending.FINISHED
-        elif episode.turn + 1 >= config.turns:
-            ending = Ending.TURNS
-        else:
-            following = self.renderer.advance(
-                episode.conversation, completion.action_A, answer.messages
-            )
-            if not self.renderer.fits(following):
-                ending = Ending.CONTEXT
-            elif episode.tokens_sampled >= config.sampling.episode_tokens:
-                ending = Ending.TRUNCATED
-        self._end_turn(episode, completion, answer.reward, answer.events, ending)
-        if ending is None:
-            episode.conversation, episode.boundary = following, following.boundary
+    rollout: Rollout
+    cohorts: Sequence[Cohort]
+    source: Beside[Cohort] | Inline[Cohort]
+    saved_s: dict[str, float] = field(default_factory=lambda: {"stream": 0.0, "prefetch": 0.0})
 
-    def _end_turn(
-        self,
-        episode: Episode,
-        completion: Completion,
-        reward: float,
-        events: tuple[str, ...],
-        ending: Ending | None,
-    ) -> None:
-        episode.turns.append(Turn(episode.boundary, completion, reward, events))
-        episode.ending = ending
-        for event in events:
-            self.clock.count(event)
-        if ending is not None:
-            self.clock.count(f"ending_{ending}")
+    def groups(self, at_once: bool = False) -> Iterator[list[SiblingGroup]]:
+        """Chunks of groups in the order in which they become whole, or one chunk in the order of
+        their points. Groups that lost their siblings are left out."""
+        peers = self.rollout.peers
+        if not at_once:
+            yield from peers.relay(map(self._held, self._ended()))
+            return
+        for _ in self._ended():
+            pass
+        own = [self._group(cohort) for cohort in self.cohorts if not cohort.trunk]
+        groups = [group for group in peers.join(own) if group is not None]
+        if groups:
+            yield groups
+
+    def trunks(self) -> list[Trunk]:
+        """All trunks in the order of their roots; waits for those that are not grown."""
+        source, waited_s = self.source, self.source.waited_s
+        with self.rollout.clock.span("trunk_decode"):
+            while source.take():
+                pass
+        grown = [cohort.as_trunk() for cohort in self.cohorts if cohort.trunk]
+        if grown:
+            self.saved_s["prefetch"] = source.made_s - (source.waited_s - waited_s)
+        return self.rollout.peers.join(grown)
+
+    def _ended(self) -> Iterator[list[Cohort]]:
+        """Cohorts of siblings as they end."""
+        left = sum(not cohort.trunk for cohort in self.cohorts)
+        while left:
+            with self.rollout.clock.span("sibling_decode"):
+                ended = [cohort for cohort in self.source.take() if not cohort.trunk]
+            left -= len(ended)
+            self.saved_s["stream"] = self.source.made_s - self.source.waited_s
+            yield ended
+
+    def _held(self, cohorts: Sequence[Cohort]) -> list[SiblingGroup]:
+        groups = map(self._group, cohorts)
+        return [group for group in groups if group is not None]
+
+    def _group(self, cohort: Cohort) -> SiblingGroup | None:
+        group = cohort.as_group()
+        if group is None:
+            self.rollout.clock.count("group_lost")
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """An `Unfolding` of groups that are there already."""
+
+    whole: Sequence[SiblingGroup]
+    saved_s: Mapping[str, float] = field(default_factory=dict)
+
+    def groups(self, at_once: bool = True) -> Iterator[Sequence[SiblingGroup]]:
+        yield self.whole
+
+    def trunks(self) -> list[Trunk]:
+        """None were asked for."""
+        return []
 
 
 def stages(trunks: Sequence[Trunk]) -> Iterator[tuple[int, list[Point]]]:

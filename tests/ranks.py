@@ -28,12 +28,12 @@ from fastturn.dist import DistError, EveryRank, LeaderOnly, World, mesh_shape, o
 from fastturn.learner import Learner
 from fastturn.optim import Optimizers, training_optimizer, warm_optimizer
 from fastturn.pack import PackedBatch, pack
+from fastturn.play import Unmetered
 from fastturn.policy import Policy
 from fastturn.recipes import quickstart
 from fastturn.sampler.base import Request, SamplingParams
 from fastturn.sampler.local import LocalSampler
 from fastturn.sharding import Mirror, shard, whole, whole_state
-from fastturn.tree import Unmetered
 from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
 
 STEPS = 10

@@ -194,7 +194,8 @@ def test_untimed_leaves_what_two_runs_have_in_common(tmp_path: Path) -> None:
         with meter.span("pack" if pause_s else "score"):
             time.sleep(pause_s)
         speed = 1 / (1 + pause_s)
-        meter.record("stage", {"loss": 0.5, "tokens_per_s": speed, "inner": {"time": pause_s}})
+        rates = {"tokens_per_s": speed, "overlap_saved_s": {"stream": pause_s}}
+        meter.record("stage", {"loss": 0.5, **rates, "inner": {"time": pause_s}})
         found += read_lines(meter.out / "records.jsonl")
     assert found[0] != found[1]
     assert (

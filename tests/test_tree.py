@@ -16,10 +16,11 @@ from fastturn.config import Config, Sampling
 from fastturn.envs import load_domain
 from fastturn.envs.base import Observation
 from fastturn.envs.calculator import calculator_call
+from fastturn.episode import stream_seed
 from fastturn.render import Renderer
 from fastturn.sampler.base import SamplerStats
 from fastturn.tokenizer import build_tokenizer, episode_texts
-from fastturn.tree import Rollout, stages, stream_seed
+from fastturn.tree import Rollout, stages
 from fastturn.types import Completion, Ending, Stop
 
 CONFIG = Config(turns=4, sampling=Sampling(turn_tokens=40, episode_tokens=400))

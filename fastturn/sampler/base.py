@@ -3,9 +3,9 @@ version and the stop reason of each completion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fastturn.types import Completion, Ids
 
@@ -72,6 +72,54 @@ class Sampler(Protocol):
     def publish(self, version: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Requests to be answered in any order, each as `answer(key, completions)` from some thread;
+    `answer(None, error)` when the sampler cannot go on.
+
+    `settle` says that nothing will be submitted before something is answered. `close` ends it;
+    what was not answered then never is.
+    """
+
+    def submit(self, key: Any, request: Request) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A sampler that answers request by request, on devices of its own: `sample` without waiting
+    for the slowest. All completions of a stream are of the version published when it was opened.
+    """
+
+    def stream(self, params: SamplingParams, answer: Callable[[Any, Any], None]) -> Stream: ...
+
+
+class Batches:
+    """The stream of a sampler that answers whole batches: what was submitted waits for `settle`,
+    and is sampled in the order of the keys. `settle` raises what `Sampler.sample` raises."""
+
+    def __init__(
+        self, sampler: Sampler, params: SamplingParams, answer: Callable[[Any, Any], None]
+    ) -> None:
+        self.sampler, self.params, self.answer = sampler, params, answer
+        self._waiting: list[tuple[Any, Request]] = []
+
+    def submit(self, key: Any, request: Request) -> None:
+        self._waiting.append((key, request))
+
+    def settle(self) -> None:
+        batch, self._waiting = sorted(self._waiting, key=lambda item: item[0]), []
+        if batch:
+            answers = self.sampler.sample([request for _, request in batch], self.params)
+            for (key, _), completions in zip(batch, answers, strict=True):
+                self.answer(key, completions)
+
+    def close(self) -> None:
+        self._waiting.clear()
 
 
 def check_requests(

@@ -17,62 +17,33 @@ drawn anew, an upper bound of the completions concerned.)
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fastturn.sampler import wire
 from fastturn.sampler.base import SamplingParams
+from fastturn.sampler.calls import Call, Found, Job
 from fastturn.sampler.members import PROBE_FIRST_S, Countdown, Failure, Member, Traffic
-from fastturn.sampler.routing import Keys, Router
+from fastturn.sampler.routing import Router
 from fastturn.sampler.server import EngineError, Server, ServerInfo
-from fastturn.types import Floats, Ids
+from fastturn.types import Ids
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MOST_SIBLINGS = 64  # completions of one request; 0.32 refuses more than --max-num-seqs
 MOST_FAILURES = 3  # in a row, until a server is benched; one refused connection is enough
 MOST_ATTEMPTS = 6  # of one request on servers that were thought to be alive
 LOOK_AHEAD = 8  # pending requests that are searched for one whose server is warm and free
-
-
-@dataclass(slots=True)
-class Job:
-    """Completions still to be sampled: `places` in the result, all of one context, or the rest of
-    one whose first ids (`begun`) are there already."""
-
-    context_T: Ids
-    max_tokens: int
-    places: list[int]
-    keys: Keys = ()
-    begun: tuple[Ids, Floats] | None = None
-    attempts: int = 0
-
-    @property
-    def cost(self) -> float:
-        return len(self.context_T) + len(self.places) * self.max_tokens
-
-
-@dataclass(slots=True)
-class Call:
-    """One `Fleet.run` in progress."""
-
-    params: SamplingParams
-    salt: str
-    vocabulary: int
-    found: list[tuple[wire.Choice, Member] | None]
-    pending: deque[Job]
-    ended: asyncio.Queue[tuple[Member, Job, wire.Reply | Failure | Exception]]
-    open: int = 0  # requests whose outcome is not booked yet
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Fleet:
@@ -82,7 +53,7 @@ class Fleet:
     the server included. patience_s: how long to wait while no server is in use. `admit(member)`
     makes a server that was away hold the right weights, or raises `EngineError`; it runs in a
     thread of its own. `on_event(name, n)` counts what happened, `say(text)` tells it.
-    Example: `Fleet(servers, infos, 256, 300.0, 600.0).run([Job(ids, 8, [0, 1])], params, "v1", V)`
+    Example: `Fleet(servers, infos, 256, 300.0, 600.0).run([(ids, 8, 2)], params, "v1", V)`
     gives two choices.
     """
 
@@ -118,17 +89,35 @@ class Fleet:
             self._finalizer()
 
     def run(
-        self, jobs: Sequence[Job], params: SamplingParams, salt: str, vocabulary: int
-    ) -> list[tuple[wire.Choice, Member]]:
-        """The choice at every place of the jobs, and the server that gave it.
+        self,
+        asks: Sequence[tuple[Ids, int, int]],
+        params: SamplingParams,
+        salt: str,
+        vocabulary: int,
+    ) -> list[Found]:
+        """`n` choices for every (context, most tokens, n), and the servers that gave them.
 
         Raises `EngineError` for an answer that the trainer cannot use, for a request that failed
         `MOST_ATTEMPTS` times, and when no server came back within the patience.
         """
         start = time.monotonic()
-        found = self._await(self._run(jobs, params, salt, vocabulary))
+        answers: dict[int, list[Found]] = {}
+        line = self.open(params, salt, vocabulary, answers.__setitem__)
+        for index, (context_T, max_tokens, n) in enumerate(asks):
+            line.submit(index, context_T, max_tokens, n)
+        line.finish()
         self.traffic.wait_s += time.monotonic() - start
-        return found
+        return [found for index in range(len(asks)) for found in answers.get(index, [])]
+
+    def open(
+        self,
+        params: SamplingParams,
+        salt: str,
+        vocabulary: int,
+        answer: Callable[[Any, list[Found]], None],
+    ) -> OpenCall:
+        """A call that takes jobs one by one; `answer` is called in the client's thread."""
+        return OpenCall(self, Call(params, salt, vocabulary, answer))
 
     def ask(self, member: Member, ask: wire.Ask, vocabulary: int, deadline_s: float) -> wire.Reply:
         """One request on one server, benched or not; every failure is an `EngineError`."""
@@ -177,17 +166,12 @@ class Fleet:
 
     # One call
 
-    async def _run(
-        self, jobs: Sequence[Job], params: SamplingParams, salt: str, vocabulary: int
-    ) -> list[tuple[wire.Choice, Member]]:
+    async def _run(self, call: Call) -> None:
+        """Serve a call until it is sealed and nothing of it is left."""
         cpu_s = time.thread_time()
-        places = sum(len(job.places) for job in jobs)
-        call = Call(params, salt, vocabulary, [None] * places, deque(_split(jobs)), asyncio.Queue())
-        for job in call.pending:
-            job.keys = self.router.keys(job.context_T)
         countdown: Countdown | None = None
         try:
-            while call.pending or call.open:
+            while call.orders or not call.sealed:
                 self._dispatch(call)
                 self._probe_those_due()
                 if any(not member.benched for member in self.members):
@@ -201,8 +185,7 @@ class Fleet:
                 task.cancel()
             await self._settle()
             self.traffic.client_s += time.thread_time() - cpu_s
-        self.traffic.completions += places
-        return [place for place in call.found if place is not None]
+        self.traffic.completions += call.places
 
     def _dispatch(self, call: Call) -> None:
         """Start as many pending requests as the servers have room for."""
@@ -211,7 +194,6 @@ class Fleet:
             self.router.learn(job.keys, member.index)
             member.completions += len(job.places)
             member.load += job.cost
-            call.open += 1
             task = self.loop.create_task(self._serve(call, member, job))
             call.tasks.add(task)
             task.add_done_callback(call.tasks.discard)
@@ -268,7 +250,8 @@ class Fleet:
         except TimeoutError:
             return
         while True:
-            self._book(call, *ended)
+            if ended is not None:
+                self._book(call, *ended)
             if call.ended.empty():
                 return
             ended = call.ended.get_nowait()
@@ -276,7 +259,6 @@ class Fleet:
     def _book(
         self, call: Call, member: Member, job: Job, outcome: wire.Reply | Failure | Exception
     ) -> None:
-        call.open -= 1
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(outcome, wire.Reply):
@@ -303,7 +285,7 @@ class Fleet:
                 logprob_A = np.concatenate([job.begun[1], choice.logprob_A])
                 choice = replace(choice, action_A=action_A, logprob_A=logprob_A)
             if choice.stop is not None:
-                call.found[place] = choice, member
+                call.keep(place, choice, member)
                 continue
             self.on_event("engine_abort", 1)
             fresh = len(choice.action_A) - (0 if job.begun is None else len(job.begun[0]))
@@ -392,11 +374,58 @@ class Fleet:
             raise
 
 
-def _split(jobs: Sequence[Job]) -> Iterator[Job]:
-    """The same completions in requests of at most `MOST_SIBLINGS`."""
-    for job in jobs:
-        for start in range(0, len(job.places), MOST_SIBLINGS):
-            yield replace(job, places=job.places[start : start + MOST_SIBLINGS])
+class OpenCall:
+    """The other threads' end of a call in the client's thread."""
+
+    def __init__(self, fleet: Fleet, call: Call) -> None:
+        self._fleet, self._call = fleet, call
+        self._future = asyncio.run_coroutine_threadsafe(fleet._run(call), fleet.loop)
+
+    def submit(self, key: Any, context_T: Ids, max_tokens: int, n: int) -> None:
+        """`n` completions of one context, answered together."""
+        self._tell(lambda: self._add(key, context_T, max_tokens, n))
+
+    def on_failure(self, tell: Callable[[BaseException], None]) -> None:
+        """`tell` gets what ends the call before `close`; in the client's thread."""
+
+        def ended(future: concurrent.futures.Future[None]) -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                tell(error)
+
+        self._future.add_done_callback(ended)
+
+    def finish(self) -> None:
+        """Wait for all that was submitted; raises what ended the call before that."""
+        self._tell(self._seal)
+        try:
+            self._future.result()
+        except BaseException:
+            self._future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the call, whatever is still unanswered; nothing of it goes on behind this."""
+        self._tell(self._drop)
+        with contextlib.suppress(EngineError, concurrent.futures.CancelledError):
+            self._future.result()
+
+    def _tell(self, act: Callable[[], None]) -> None:
+        self._fleet.loop.call_soon_threadsafe(act)
+
+    # In the client's thread
+
+    def _add(self, key: Any, context_T: Ids, max_tokens: int, n: int) -> None:
+        self._call.add(key, context_T, max_tokens, n, self._fleet.router.keys(context_T))
+        self._call.ended.put_nowait(None)
+
+    def _seal(self) -> None:
+        self._call.sealed = True
+        self._call.ended.put_nowait(None)
+
+    def _drop(self) -> None:
+        self._call.orders.clear()
+        self._call.pending.clear()
+        self._seal()
 
 
 def _joined(a_T: Ids, b_T: Ids) -> Ids:

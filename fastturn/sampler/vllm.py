@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from fastturn.policy import Policy
 from fastturn.publish import TOLERANCE, PublishError, prove_canary
 from fastturn.sampler import wire
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams, check_requests
-from fastturn.sampler.fleet import Fleet, Job
+from fastturn.sampler.fleet import Fleet, Found
 from fastturn.sampler.members import Member
 from fastturn.sampler.server import EngineError, Server, ServerInfo
 from fastturn.types import Boundary, Completion, Credit, Ending, Floats, Ids, Stop, Trajectory, Turn
@@ -238,24 +240,14 @@ class VllmSampler:
         """
         check_requests(requests, params, self._vocabulary, self.max_context)
         self._check_ready(params)
-        greedy = params.temperature == 0
-        jobs, places = [], 0
-        for request in requests:
-            count = min(1, len(request.seeds)) if greedy else len(request.seeds)
-            budget = min(request.max_tokens, self.max_context - len(request.context_T))
-            if count:
-                jobs.append(Job(request.context_T, budget, list(range(places, places + count))))
-            places += count
         traffic = self.fleet.traffic
         before = traffic.prompt_tokens, traffic.cached_tokens
-        found = iter(self.fleet.run(jobs, params, self.salt, self._vocabulary))
-        answers = []
-        for request in requests:
-            n = len(request.seeds)
-            if greedy and n:
-                answers.append([self._completion(next(found)[0])] * n)
-            else:
-                answers.append([self._completion(next(found)[0]) for _ in range(n)])
+        asks = [self._ask(request, params) for request in requests]
+        found = iter(self.fleet.run(asks, params, self.salt, self._vocabulary))
+        answers = [
+            self._completions(list(islice(found, n)), request)
+            for request, (*_, n) in zip(requests, asks, strict=True)
+        ]
         lengths = [len(done.action_A) for group in answers for done in group]
         self.stats = SamplerStats(
             context_tokens_flat=sum(len(r.context_T) * len(r.seeds) for r in requests),
@@ -266,9 +258,25 @@ class VllmSampler:
         )
         return answers
 
-    def _completion(self, choice: wire.Choice) -> Completion:
-        assert choice.stop is not None
-        return Completion(choice.action_A, choice.logprob_A, self.version, choice.stop)
+    def stream(self, params: SamplingParams, answer: Callable[[Any, Any], None]) -> ServerStream:
+        """Requests answered as they are done; see `sampler.base.Streaming`. Raises what `sample`
+        raises before it asks; `stats` stay those of the last `sample`."""
+        self._check_ready(params)
+        return ServerStream(self, params, answer)
+
+    def _ask(self, request: Request, params: SamplingParams) -> tuple[Ids, int, int]:
+        """(context, most tokens, completions) to ask for: greedy ones are all the same."""
+        n = len(request.seeds)
+        budget = min(request.max_tokens, self.max_context - len(request.context_T))
+        return request.context_T, budget, min(1, n) if params.temperature == 0 else n
+
+    def _completions(self, found: Sequence[Found], request: Request) -> list[Completion]:
+        """What answers a request, from the choices that `_ask` asked for."""
+        done = []
+        for choice, _ in found:
+            assert choice.stop is not None
+            done.append(Completion(choice.action_A, choice.logprob_A, self.version, choice.stop))
+        return done if len(done) == len(request.seeds) else done * len(request.seeds)
 
     def _check_ready(self, params: SamplingParams) -> None:
         if self._published is None or self._weights_state() != self._published:
@@ -287,6 +295,34 @@ class VllmSampler:
                     phase=wire.PHASE,
                     url=member.url,
                 )
+
+
+class ServerStream:
+    """A call of the servers that stays open for requests (`sampler.base.Stream`)."""
+
+    def __init__(
+        self, sampler: VllmSampler, params: SamplingParams, answer: Callable[[Any, Any], None]
+    ) -> None:
+        self._sampler, self._params, self._answer = sampler, params, answer
+        self._requests: dict[Any, Request] = {}
+        vocabulary = sampler._vocabulary
+        self._call = sampler.fleet.open(params, sampler.salt, vocabulary, self._answered)
+        self._call.on_failure(lambda error: answer(None, error))
+
+    def submit(self, key: Any, request: Request) -> None:
+        sampler = self._sampler
+        check_requests([request], self._params, sampler._vocabulary, sampler.max_context)
+        self._requests[key] = request
+        self._call.submit(key, *sampler._ask(request, self._params))
+
+    def settle(self) -> None:
+        """Nothing waits for this: requests are on their way already."""
+
+    def close(self) -> None:
+        self._call.close()
+
+    def _answered(self, key: Any, found: Sequence[Found]) -> None:
+        self._answer(key, self._sampler._completions(found, self._requests.pop(key)))
 
 
 def _salt(version: int) -> str:

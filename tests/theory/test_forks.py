@@ -12,9 +12,11 @@ import pytest
 
 from fastturn.config import Config
 from fastturn.envs.base import Action, Observation, Task
+from fastturn.episode import Point
+from fastturn.play import Unmetered
 from fastturn.render import Conversation
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams
-from fastturn.tree import Point, Rollout, Unmetered, stages
+from fastturn.tree import Rollout, stages
 from fastturn.types import Boundary, Completion, Ids, SiblingGroup, Stop, Trunk
 
 from .mdp import Array, Outcome, TurnMDP, action_of, credited, members, softmax, values

@@ -1,0 +1,108 @@
+"""An exact state at a turn boundary, and the episodes that are played from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from fastturn.envs.base import Domain, Env, Task
+from fastturn.render import Conversation
+from fastturn.types import Boundary, Ending, Ids, SiblingGroup, Trajectory, Trunk, Turn
+
+
+def stream_seed(*key: object) -> int:
+    """A 63-bit seed for one random stream, a pure function of its name.
+
+    Example: `stream_seed(0, "fork", 3, "task-17", 2)`; the same key always gives the same draw,
+    whatever else is sampled beside it, which is what makes a resumed run repeat an unbroken one.
+    """
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One exact state at a turn boundary; picklable, never mutated.
+
+    `turn`: index of the turn to be sampled next; `tokens_sampled`: by all turns before it.
+    """
+
+    task: Task
+    trunk: int
+    turn: int
+    tokens_sampled: int
+    env_state: Any
+    conversation: Conversation
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode being played from a point; `stream` names its random stream."""
+
+    origin: Point
+    env: Env
+    stream: tuple[object, ...]
+    conversation: Conversation
+    boundary: Boundary
+    tokens_sampled: int
+    turns: list[Turn] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    ending: Ending | None = None
+
+    @classmethod
+    def resume(cls, domain: Domain, point: Point, stream: tuple[object, ...]) -> Episode:
+        """A new episode that goes on from `point`."""
+        env = domain.env()
+        env.restore(point.env_state)
+        boundary = Boundary(0, point.conversation.context_T)
+        return cls(point, env, stream, point.conversation, boundary, point.tokens_sampled)
+
+    @property
+    def turn(self) -> int:
+        return self.origin.turn + len(self.turns)
+
+    @property
+    def context_T(self) -> Ids:
+        return self.conversation.context_T
+
+    def point(self) -> Point:
+        """The state it is in now."""
+        return replace(
+            self.origin,
+            turn=self.turn,
+            tokens_sampled=self.tokens_sampled,
+            env_state=self.env.snapshot(),
+            conversation=self.conversation,
+        )
+
+    def trajectory(self) -> Trajectory:
+        assert self.ending is not None
+        return Trajectory(self.origin.task.id, self.origin.turn, tuple(self.turns), self.ending)
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Episodes from one point; their first turn is one request. `trunk`: the point of every
+    boundary on the way is kept."""
+
+    point: Point
+    episodes: Sequence[Episode]
+    trunk: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return all(episode.ending is not None for episode in self.episodes)
+
+    def as_trunk(self) -> Trunk:
+        (episode,) = self.episodes
+        return Trunk(episode.trajectory(), tuple(episode.points))
+
+    def as_group(self) -> SiblingGroup | None:
+        """The siblings whose environment held; None when of several fewer than two are left."""
+        held = [e.trajectory() for e in self.episodes if e.ending is not Ending.FAILED]
+        if len(held) < min(len(self.episodes), 2):
+            return None
+        point = self.point
+        context_T = point.conversation.context_T
+        return SiblingGroup(point.task.id, point.trunk, point.turn, context_T, tuple(held))

@@ -1,0 +1,61 @@
+"""An iteration and a run summed up: for the records, and for the person who asked for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastturn.types import Trajectory
+
+
+def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") -> None:
+    """Add finished episodes to the iteration's sums; trunks have their own successes."""
+    for episode in episodes:
+        tally["rollouts"] += 1
+        tally[f"{prefix}episodes"] += 1
+        tally[f"{prefix}success"] += episode.success
+        tally[f"{prefix}return"] += episode.discounted_return()  # type: ignore[assignment]
+        tally[f"{prefix}turns"] += len(episode.turns)
+        tally[f"{prefix}action_tokens"] += episode.tokens_sampled
+        tally[f"{prefix}ending_{episode.ending}"] += 1
+
+
+def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) -> dict[str, Any]:
+    """The record of an iteration; its sums are added to the run's `totals`."""
+    totals.update({k: tally[k] for k in ("rollouts", "tokens_packed", "tokens_flat")})
+    totals.update({k: tally[k] for k in ("groups", "groups_silent")})
+
+    def mean(name: str, over: str = "episodes") -> float:
+        return tally[name] / tally[over] if tally[over] else 0.0
+
+    endings = {k.removeprefix("ending_"): n for k, n in tally.items() if k.startswith("ending_")}
+    return {
+        "iteration": iteration,
+        "rollouts": tally["rollouts"],
+        "rollouts_total": totals["rollouts"],
+        "success": mean("success"),
+        "trunk_success": mean("trunk_success", "trunk_episodes"),
+        "return_mean": mean("return"),
+        "turns_mean": mean("turns"),
+        "action_tokens_mean": mean("action_tokens"),
+        "zero_advantage_share": mean("groups_silent", "groups"),
+        "tokens_packed": tally["tokens_packed"],
+        "tokens_flat": tally["tokens_flat"],
+        "endings": dict(sorted(endings.items())),
+    }
+
+
+def result_rows(summary: dict[str, Any], report: Path) -> list[tuple[str, str]]:
+    """What a person wants to see at the end."""
+    packed, flat = summary["tokens_packed"], summary["tokens_flat"]
+    return [
+        ("sampled success", f"{summary['success_before']:.1%} -> {summary['success_after']:.1%}"),
+        ("greedy success", f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"),
+        ("rollouts", f"{summary['rollouts']:,}"),
+        ("wall-clock / CPU", f"{summary['wall_s']:.0f} s / {summary['cpu_s']:.0f} s"),
+        ("silent groups", f"{summary['zero_advantage_share']:.0%}"),
+        ("tokens saved by sharing", f"{1 - packed / flat:.0%}" if flat else "-"),
+        ("report", str(report)),
+    ]
