@@ -112,7 +112,7 @@ class Rollout:
 
     def grow(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Trunk]:
         """One complete trajectory from every root, with the point of every boundary on its way."""
-        return self._inline(self._trunks(roots, key), None, "trunk_decode").trunks()
+        return self._start(self._trunks(roots, key), None, "trunk_decode").trunks()
 
     def fork(
         self,
@@ -128,7 +128,7 @@ class Rollout:
         keeps fewer than two of several siblings has nothing to compare and is left out as well
         (counted as `group_lost`).
         """
-        unfolding = self._inline(self._siblings(points, n, key), temperature, span)
+        unfolding = self._start(self._siblings(points, n, key), temperature, span)
         return [group for chunk in unfolding.groups(at_once=True) for group in chunk]
 
     def unfold(
@@ -143,14 +143,15 @@ class Rollout:
         which are grown beside the siblings by the same policy. Only a `Streaming` sampler works
         while the caller does something else."""
         cohorts = self._siblings(points, n, key) + self._trunks(ahead, ahead_key)
-        if not isinstance(self.sampler, Streaming):
-            return self._inline(cohorts, None, "sibling_decode")
-        elsewhere = replace(self, clock=Uncounted(self.clock))
-        items = elsewhere._play(cohorts, None, "sibling_decode")
-        return Unfolding(self, cohorts, self.beside(items))
+        return self._start(cohorts, None, "sibling_decode")
 
-    def _inline(self, cohorts: list[Cohort], temperature: float | None, span: str) -> Unfolding:
-        return Unfolding(self, cohorts, Inline(self._play(cohorts, temperature, span)))
+    def _start(self, cohorts: list[Cohort], temperature: float | None, span: str) -> Unfolding:
+        """Beside the caller when the sampler has devices of its own, else when the caller asks."""
+        if not isinstance(self.sampler, Streaming):
+            return Unfolding(self, cohorts, Inline(self._play(cohorts, temperature, span)), span)
+        elsewhere = replace(self, clock=Uncounted(self.clock))
+        items = elsewhere._play(cohorts, temperature, span)
+        return Unfolding(self, cohorts, self.beside(items), span)
 
     def _trunks(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Cohort]:
         return [
@@ -189,6 +190,7 @@ class Unfolding:
     rollout: Rollout
     cohorts: Sequence[Cohort]
     source: Beside[Cohort] | Inline[Cohort]
+    span: str  # what waiting for siblings is booked as
     saved_s: dict[str, float] = field(default_factory=lambda: {"stream": 0.0, "prefetch": 0.0})
 
     def groups(self, at_once: bool = False) -> Iterator[list[SiblingGroup]]:
@@ -220,7 +222,7 @@ class Unfolding:
         """Cohorts of siblings as they end."""
         left = sum(not cohort.trunk for cohort in self.cohorts)
         while left:
-            with self.rollout.clock.span("sibling_decode"):
+            with self.rollout.clock.span(self.span):
                 ended = [cohort for cohort in self.source.take() if not cohort.trunk]
             left -= len(ended)
             self.saved_s["stream"] = self.source.made_s - self.source.waited_s
