@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from fastturn import credit, expand, tree
+from fastturn import credit, expand, passes, tree
 from fastturn.config import Config, ConfigError
+from fastturn.credit import Credits
 from fastturn.episode import Point
-from fastturn.types import SiblingGroup, Trunk
+from fastturn.types import SiblingGroup
 
 T = TypeVar("T")
 Option = float | int | str
@@ -38,11 +39,13 @@ class Algorithm:
     """How an algorithm rolls out, what it credits and what it minimises.
 
     credit      groups, config -> advantages and weights
+    passes      groups, config, log-ratios -> credits, one optimiser step each on the same samples
+                (`passes.py`); None: the credit alone
     sample      rollout, points, n, key -> groups of n episodes a point (`tree.Rollout.fork`)
     stages      trunks, key -> (turn, points to sample at) in training order; None: no trunks are
                 grown, one stage at the roots
     surrogate   one of `SURROGATES`, the losses of `loss.py`
-    reverse     the stages are all turns; otherwise there is one
+    reverse     boundaries of all turns are sampled at, not one a trunk or root
     unsampled   members of G that are not sampled at a point (RTPO counts the trunk)
     least_group_size   smaller groups carry no signal
     candidates  tasks that are offered to `sample` for each one that is wanted
@@ -50,9 +53,10 @@ class Algorithm:
     presets     configuration that `algorithm=NAME` sets, before any other override
     """
 
-    credit: Callable[..., credit.Credits]
+    credit: Callable[..., Credits]
     sample: Callable[..., list[SiblingGroup]] = tree.Rollout.fork
-    stages: Callable[[Sequence[Trunk], tuple[object, ...]], Stages] | None = None
+    stages: Callable[..., Stages] | None = None
+    passes: Callable[..., Iterator[Credits]] | None = None
     surrogate: str = "clip"
     reverse: bool = False
     unsampled: int = 0
@@ -67,6 +71,8 @@ class Algorithm:
         return {
             **_keywords(self.credit),
             **_keywords(self.sample),
+            **_keywords(self.stages),
+            **_keywords(self.passes),
             "surrogate": self.surrogate,
         }
 
@@ -81,12 +87,16 @@ class Algorithm:
             self,
             credit=_bound(self.credit, options),
             sample=_bound(self.sample, options),
+            stages=self.stages and _bound(self.stages, options),
+            passes=self.passes and _bound(self.passes, options),
             surrogate=str(options.get("surrogate", self.surrogate)),
         )
 
 
-def _keywords(function: Callable[..., Any]) -> dict[str, Option]:
+def _keywords(function: Callable[..., Any] | None) -> dict[str, Option]:
     """Keyword-only arguments with their defaults: the options of an algorithm's function."""
+    if function is None:
+        return {}
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -106,6 +116,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         reverse=True,
         unsampled=1,
         least_group_size=3,
+    ),
+    "rtpo_off_policy": Algorithm(
+        credit.rtpo,
+        stages=expand.every_boundary_at_once,
+        passes=passes.rtpo_off_policy,
+        reverse=True,
+        unsampled=1,
+        least_group_size=3,
+        whole_stage=True,
     ),
     "grpo": Algorithm(credit.grpo, presets=STD),
     "dapo": Algorithm(
@@ -130,6 +149,13 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rloo": Algorithm(credit.rloo),
     "gigpo": Algorithm(credit.gigpo, presets=STD),
     "steptool": Algorithm(credit.steptool),
+    "seeupo": Algorithm(
+        credit.by_turn,
+        passes=passes.seeupo,
+        surrogate="sequence",
+        whole_stage=True,
+        presets=STD,
+    ),
     "tree_grpo": Algorithm(credit.tree_grpo, sample=expand.forest, presets=STD | {"trunks": "2"}),
     "arpo": Algorithm(credit.grpo, sample=expand.branched, presets=STD),
     "refuel": Algorithm(

@@ -62,6 +62,27 @@ def grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
     ]
 
 
+def by_turn(groups: Sequence[SiblingGroup], config: Config) -> Credits:
+    """GRPO's advantages with every turn normalised for itself: its tokens weigh `1/groups * 1/G *
+    1/tokens of the turn`. Turns are then the agents of SeeUPO (Hu et al. 2026), one sequence each.
+
+    Example: returns (1, 0), turns of 4 and 5 tokens, and of 2: advantages (.5, .5) and (-.5),
+    weights (1/8, 1/10) and (1/4).
+    """
+    return [
+        [
+            _credit(
+                trajectory,
+                [advantage] * len(trajectory.turns),
+                [share / _tokens(trajectory, u) for u in range(len(trajectory.turns))],
+                config,
+            )
+            for trajectory, advantage in _centred(group, config)
+        ]
+        for group, share in _shares(groups)
+    ]
+
+
 def dapo(groups: Sequence[SiblingGroup], config: Config, *, overlong: float = 0.2) -> Credits:
     """Token-level normalisation with a soft punishment of length (DAPO, Yu et al. 2025, eq. 8-13).
 
@@ -325,12 +346,12 @@ def _whole(trajectory: Trajectory, advantage: float, weight: float, config: Conf
 def _credit(
     trajectory: Trajectory,
     advantages: ArrayLike,
-    weight: float,
+    weight: ArrayLike,
     config: Config,
     kept: bool = False,
 ) -> Credit:
-    """Credit for the first turns, as many as there are advantages; without a KL term turns of zero
-    advantage weigh zero, unless they are `kept`."""
+    """Credit for the first turns, as many as there are advantages, with one weight or one each;
+    without a KL term turns of zero advantage weigh zero, unless they are `kept`."""
     given_U = np.asarray(advantages, np.float64)
     weight_U, advantage_U = np.zeros((2, len(trajectory.turns)))
     advantage_U[: len(given_U)] = given_U

@@ -8,6 +8,7 @@ turns before their branch, and packing reads those once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,9 +21,33 @@ from fastturn.types import Ending, SiblingGroup, Trajectory, Trunk
 Key = tuple[object, ...]
 
 
-def every_boundary(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[Point]]]:
-    """RTPO's stages: all boundaries of all trunks, last turn first."""
-    return stages(trunks)
+def every_boundary(
+    trunks: Sequence[Trunk], key: Key, *, best: int = 0
+) -> Iterator[tuple[int, list[Point]]]:
+    """RTPO's stages: all boundaries of the trunks, last turn first. With `best` above 0, of that
+    many trunks of every task only, those of the highest return (the paper's retroactive choice):
+    they decide which states are visited, so the choice biases no advantage.
+
+    Example: best = 1 and two trunks of returns 0 and 1: stages fork at the second one alone.
+    """
+    return stages(_best(trunks, best) if best else trunks)
+
+
+def every_boundary_at_once(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[Point]]]:
+    """One stage of all boundaries: what follows a turn is drawn before any turn is trained."""
+    yield 0, [point for trunk in trunks for point in trunk.snapshots]
+
+
+def _best(trunks: Sequence[Trunk], most: int) -> list[Trunk]:
+    """The trunks of the highest return of every task, `most` each, in their order."""
+    ranked = sorted(trunks, key=lambda trunk: -trunk.trajectory.discounted_return())
+    taken: Counter[str] = Counter()
+    kept = set()
+    for trunk in ranked:
+        taken[trunk.trajectory.task] += 1
+        if taken[trunk.trajectory.task] <= most:
+            kept.add(id(trunk))
+    return [trunk for trunk in trunks if id(trunk) in kept]
 
 
 def one_boundary(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[Point]]]:

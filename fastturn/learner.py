@@ -22,7 +22,7 @@ import torch
 from fastturn.algorithms import algorithm_of
 from fastturn.checkpoint import atomic_folder
 from fastturn.config import Config
-from fastturn.credit import Credits, zero_advantage
+from fastturn.credit import Array, Credits, zero_advantage
 from fastturn.dist import World
 from fastturn.loss import Objective
 from fastturn.optim import Optimizers
@@ -114,21 +114,14 @@ class Learner:
         mini-batches. Raises `PublishError` when the samples are not from this policy and
         `DivergedError` after `MOST_SKIPS` non-finite steps in a row.
         """
-        loss, algorithm = self.config.loss, algorithm_of(self.config)
+        loss = self.config.loss
         objective = Objective(
             temperature=self.config.sampling.temperature,
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
             kl_coef=loss.kl_coef,
-            surrogate=algorithm.surrogate,
+            surrogate=algorithm_of(self.config).surrogate,
         )
-
-        def credited(chunk: Sequence[SiblingGroup]) -> Credits:
-            return algorithm.credit(chunk, self.config)
-
-        def packed(credits: Credits) -> list[PackedBatch]:
-            with self.clock.span("pack"):
-                return self.pack(credits, objective.whole_groups)
 
         total, first = Totals(), None
         shown: Credits = []
@@ -136,20 +129,32 @@ class Learner:
         for epoch in range(loss.epochs):
             coming = chunks if epoch == 0 else [groups]
             for dealt, count in self._deal(coming, planned, (*key, epoch)):
-                part = Part(dealt, count, credited, packed)
-                optimizers = self.optimizers
-                step = self.step(part.batches(), objective, optimizers, version, part.correction)
-                if epoch == 0:
-                    shown += part.credits
-                    groups += part.groups
-                if not step.steps + step.skipped:
-                    continue
-                if first is None:
-                    first = step
-                    dtype = getattr(torch, self.config.model.compute_dtype)
-                    prove_logprobs(step.peaks["abs_log_ratio"], dtype)
-                _merge(total, step)
+                for part in self._parts(dealt, count, objective.whole_groups):
+                    batches, optimizers = part.batches(), self.optimizers
+                    step = self.step(batches, objective, optimizers, version, part.correction)
+                    if epoch == 0:
+                        shown += part.credits
+                        groups += part.groups
+                    if not step.steps + step.skipped:
+                        continue
+                    if first is None:
+                        first = step
+                        dtype = getattr(torch, self.config.model.compute_dtype)
+                        prove_logprobs(step.peaks["abs_log_ratio"], dtype)
+                    _merge(total, step)
         return stage_record(shown, total, first), shown
+
+    def log_ratios(self, credits: Credits) -> Array:
+        """How far the policy has moved on every credited trajectory: the sum over its tokens of
+        weight · log(policy now / policy that sampled), float64, in the order of the credits."""
+        total = torch.zeros(sum(map(len, credits)), dtype=torch.float64)
+        for batch in self.pack(credits):
+            with self.clock.span("score"):
+                logprob_A = self.policy.score(batch, self.config.sampling.temperature)
+            moved_A = batch.weight_A * (logprob_A - batch.behavior_A)
+            total.index_add_(0, batch.trajectory_U[batch.turn_A].cpu(), moved_A.double().cpu())
+        summed = self.world.sum({str(i): value for i, value in enumerate(total.tolist())})
+        return np.array(list(summed.values()))
 
     def pack(self, credits: Credits, whole_groups: bool = False) -> list[PackedBatch]:
         """This rank's micro-batches of the credits of all ranks, equally many on each."""
@@ -234,6 +239,29 @@ class Learner:
             dealt = [groups[i] for i in order[part::parts]]
             yield [dealt], len(dealt)
 
+    def _parts(
+        self, chunks: Iterable[Sequence[SiblingGroup]], planned: int, whole_groups: bool
+    ) -> Iterator[Part | Pass]:
+        """The steps on a mini-batch: one, or a pass for each credit that the algorithm makes of it,
+        the next of them when the step of the last one has been taken."""
+        config, algorithm = self.config, algorithm_of(self.config)
+
+        def credited(chunk: Sequence[SiblingGroup]) -> Credits:
+            return algorithm.credit(chunk, config)
+
+        def packed(credits: Credits) -> list[PackedBatch]:
+            with self.clock.span("pack"):
+                return self.pack(credits, whole_groups)
+
+        if algorithm.passes is None:
+            yield Part(chunks, planned, credited, packed)
+            return
+        groups = [group for chunk in chunks for group in chunk]
+        new, shown = groups, credited(groups)
+        for credits in algorithm.passes(groups, config, self.log_ratios):
+            yield Pass(credits, packed, new, shown)
+            new, shown = [], []
+
     def _skip(self, batches: Sequence[PackedBatch], totals: Totals, rate: str) -> None:
         """Book a non-finite step and keep its batch for replay; `rate` is the key to blame."""
         totals.skipped = 1
@@ -284,6 +312,23 @@ class Part:
 
     def correction(self) -> float:
         return self.planned / len(self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One of several steps on the same groups: what it trains on, and what it adds to the record,
+    which is the groups and their credit at the first pass and nothing later."""
+
+    given: Credits
+    pack: Callable[[Credits], list[PackedBatch]]
+    groups: list[SiblingGroup]
+    credits: Credits
+
+    def batches(self) -> Iterator[PackedBatch]:
+        yield from self.pack(self.given)
+
+    def correction(self) -> float:
+        return 1.0
 
 
 def _weighed(credits: Credits, share: float) -> Credits:

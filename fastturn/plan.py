@@ -127,17 +127,19 @@ def derive(config: Config) -> dict[str, int]:
     forks = config.group_size - algorithm.unsampled
     grown = algorithm.stages is not None
     roots = config.tasks * algorithm.candidates * (config.trunks if grown else 1)
-    stages = config.turns if algorithm.reverse else 1
-    rollouts = roots * (grown + stages * forks)
+    turns = config.turns if algorithm.reverse else 1
+    stages = turns if algorithm.passes is None else 1
+    steps = config.turns if algorithm.passes else 1
+    rollouts = roots * (grown + turns * forks)
     between = (config.iterations - 1) // config.eval_every if config.eval_every else 0
     evaluations = 2 + max(0, between)
     return {
         "rollouts_iteration": rollouts,
         "rollouts": rollouts * config.iterations,
         "stages_iteration": stages,
-        "groups_stage": roots,
-        "rollouts_stage": roots * forks,
-        "steps_stage": config.loss.epochs * config.loss.minibatches,
+        "groups_stage": roots * turns // stages,
+        "rollouts_stage": roots * turns // stages * forks,
+        "steps_stage": config.loss.epochs * config.loss.minibatches * steps,
         "tokens_microbatch": max(config.pack_tokens, config.model.max_context),
         "evaluations": evaluations,
         "rollouts_evaluation": 2 * config.data.eval_tasks,

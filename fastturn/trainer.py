@@ -200,7 +200,7 @@ def next_roots(run: Run) -> list[Point]:
     stage. Trunks only say which states are visited, so an older policy may grow them."""
     config, following = run.config, run.cursor.iteration + 1
     if (
-        not algorithm_of(config).reverse
+        algorithm_of(config).stages is None
         or not overlaps(run, "prefetch")
         or following >= config.iterations
     ):

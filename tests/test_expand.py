@@ -9,7 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fastturn.expand import branched, forest, one_boundary, refilled
+from fastturn.expand import (
+    branched,
+    every_boundary,
+    every_boundary_at_once,
+    forest,
+    one_boundary,
+    refilled,
+)
 from fastturn.tree import Rollout
 from fastturn.types import Completion, Ending, SiblingGroup, Trajectory
 
@@ -169,6 +176,32 @@ def test_one_boundary_of_every_trunk_is_drawn_evenly(parts):  # noqa: F811
         assert all(p is t.snapshots[p.turn] for p, t in zip(points, trunks, strict=True))
         chosen.update(point.turn for point in points)
     assert set(chosen) == {0, 1, 2, 3} and min(chosen.values()) > 30  # of 200, 50 expected
+
+
+def test_retroactive_choice_keeps_the_best_trunks_of_every_task(parts):  # noqa: F811
+    run = rollout(parts)
+    trunks = [t for _ in range(3) for t in grown(run, 2)]
+    returns = [0.0, 0.0, 1.0, 0.0, 0.5, 2.0]  # of tasks 0, 1, 0, 1, 0, 1
+    trunks = [
+        replace(t, trajectory=replace(t.trajectory, turns=(*rest, replace(last, reward=r))))
+        for t, r in zip(trunks, returns, strict=True)
+        for *rest, last in [[replace(turn, reward=0.0) for turn in t.trajectory.turns]]
+    ]
+
+    def places(**options) -> set[int]:
+        points = {id(p) for _, points in every_boundary(trunks, (), **options) for p in points}
+        return {i for i, t in enumerate(trunks) if any(id(p) in points for p in t.snapshots)}
+
+    assert places() == set(range(6))
+    assert places(best=1) == {2, 5} and places(best=2) == {2, 4, 5, 1}
+
+
+def test_all_boundaries_at_once_are_those_of_the_stages(parts):  # noqa: F811
+    trunks = grown(rollout(parts), 6)
+    ((label, points),) = every_boundary_at_once(trunks, ())
+    staged = [point for _, stage in every_boundary(trunks, ()) for point in stage]
+    assert label == 0 and {id(p) for p in points} == {id(p) for p in staged}
+    assert len(points) == len(staged)
 
 
 def test_episodes_whose_environment_failed_are_left_out(parts):  # noqa: F811

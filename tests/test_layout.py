@@ -30,6 +30,7 @@ LEFT = (
     "credit",
     "algorithms",
     "expand",
+    "passes",
     "demos",
     "pool",
     "recipes",
