@@ -17,6 +17,7 @@ from fastturn.sampler.base import (
     SamplerStats,
     SamplingParams,
     Stream,
+    Streaming,
 )
 from fastturn.sampler.local import LocalSampler
 from fastturn.sharding import Mirror
@@ -67,16 +68,20 @@ class Absent:
         assert not requests, "this rank has no share of the rollouts"
         return []
 
-    def stream(self, params: SamplingParams, answer: Callable[[Any, Any], None]) -> Stream:
-        """Nothing is submitted here; servers answer the rank that asks."""
-        return Batches(self, params, answer)
-
     def publish(self, version: int) -> None:
         """The weights are published by the rank that samples."""
         self.version = version
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class AbsentStream(Absent):
+    """The same, where that rank's sampler is a `Streaming` one: all ranks must go the same way."""
+
+    def stream(self, params: SamplingParams, answer: Callable[[Any, Any], None]) -> Stream:
+        """Nothing is submitted here."""
+        return Batches(self, params, answer)
 
 
 def sampling_side(
@@ -93,15 +98,14 @@ def sampling_side(
     mirror = Mirror(policy, world, keep=inside or world.leader, mixed=mixed)
     made: list[Sampler] = []
 
-    def build() -> None:
+    def build() -> bool:
         assert mirror.policy is not None
         made.append(ENGINES[config.rollout.engine](config, mirror.policy, meter, progress))
+        return isinstance(made[0], Streaming)
 
-    if inside:
-        build()
-    else:
-        world.first(build)
-    sampler = made[0] if made else Absent()
+    streaming = build() if inside else world.first(build)
+    absent = AbsentStream() if streaming else Absent()
+    sampler = made[0] if made else absent
     if world.size == 1:
         return mirror, sampler, Alone()
     return mirror, sampler, EveryRank(world, meter) if inside else LeaderOnly(world, meter)
