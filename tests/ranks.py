@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
+from test_overlap import OneByOne
 from test_policy import OBJECTIVE, REFERENCE, V, tiny
 from test_trainer import small
 
@@ -247,6 +248,9 @@ def runs(world: World, folder: Path) -> None:
     engines.ENGINES["vllm"] = engines.ENGINES["local"]
     served = override(config, ["rollout.engine=vllm", "rollout.urls=http://127.0.0.1:9"])
     trainer.train(served, quickstart(), folder / "served", False, world)
+    engines.ENGINES["vllm"] = lambda config, policy, meter, progress: OneByOne(policy)
+    streamed = override(served, ["rollout.overlap=stream"])
+    trainer.train(streamed, quickstart(), folder / "streamed", False, world)
     train(folder / "1-to-2", True)
 
 

@@ -203,8 +203,9 @@ def test_two_ranks_sample_the_groups_of_one_process(folder, alone):
     assert ledger["devices"] == 2 and ledger["device_seconds"] == 2 * ledger["wall_s"]
 
 
-def test_what_the_leader_samples_is_what_both_train_on(folder, alone):
-    same_run(folder / "served", alone)
+@pytest.mark.parametrize("way", ["served", "streamed"])
+def test_what_the_leader_samples_is_what_both_train_on(folder, alone, way):
+    same_run(folder / way, alone)
 
 
 @pytest.mark.parametrize("way", ["2-to-2", "1-to-2", "2-to-1"])
