@@ -58,9 +58,9 @@ class Durations:
 
 
 CASES = {
-    "decode-bound": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.005),
+    "decode-bound": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.01),
     "balanced": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.02),
-    "train-bound": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.06),
+    "train-bound": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.04),
     "slow tools": Durations(token_s=0.02, tool_s=3.0, packed_token_s=0.02),
     "a slot for each": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.005, slots=128),
 }

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,13 @@ def one_iteration(run: Run) -> dict[str, Any]:
     publish(run)
     stages = list(plan_stages(run))
     name = f"iteration {cursor.iteration + 1}"
-    grown: list[Trunk] = []  # those of the next iteration, grown beside the last stage
+    following = next_roots(run)
+    shares = divided(following, [turn + 1 for turn, _ in stages[cursor.stage :]])
+    grown: list[Trunk] = []  # those of the next iteration
     with run.progress.task(name, len(stages), cursor.stage) as bar:
-        for turn, points in stages[cursor.stage :]:
+        for (turn, points), share in zip(stages[cursor.stage :], shares, strict=True):
             bar.update(turn=turn)
-            last = cursor.stage + 1 == len(stages)
-            grown = one_stage(run, turn, points, next_roots(run) if last else [])
+            grown += one_stage(run, turn, points, share)
             cursor.stage += 1
             bar.advance(1)
             if cursor.stage < len(stages):
@@ -186,18 +188,44 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[Point]]]:
     tasks = pick(run, cursor.iteration, config.tasks * algorithm.candidates, "train")
     if algorithm.stages is None:
         return iter([(0, run.rollout.roots(tasks))])
-    if not run.trunks:
-        roots = run.rollout.roots(tasks, config.trunks)
-        with run.progress.task("trunks", len(run.rollout.peers.mine(roots))) as bar:
-            run.trunks = watched(run, bar).grow(roots, ("trunk", cursor.iteration))
     if cursor.stage == 0:
+        roots = run.rollout.roots(tasks, config.trunks)
+        run.trunks = [*run.trunks, *grow_missing(run, roots)]
+        order = {(root.task.id, root.trunk): place for place, root in enumerate(roots)}
+        run.trunks.sort(key=lambda trunk: order[of_root(trunk)])
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
     return algorithm.stages(run.trunks, (config.seed, cursor.iteration))
 
 
+def grow_missing(run: Run, roots: Sequence[Point]) -> list[Trunk]:
+    """The trunks of this iteration that were not grown beside the last one."""
+    there = set(map(of_root, run.trunks))
+    missing = [root for root in roots if (root.task.id, root.trunk) not in there]
+    if not missing:
+        return []
+    with run.progress.task("trunks", len(run.rollout.peers.mine(missing))) as bar:
+        return watched(run, bar).grow(missing, ("trunk", run.cursor.iteration))
+
+
+def of_root(trunk: Trunk) -> tuple[str, int]:
+    """Which root it grew from: task and number."""
+    root = trunk.snapshots[0]
+    return root.task.id, root.trunk
+
+
+def divided(items: Sequence[Point], shares: Sequence[int]) -> list[Sequence[Point]]:
+    """Consecutive parts in proportion to `shares`.
+
+    Example: 10 items in shares 3, 2, 1 are parts of 5, 3 and 2.
+    """
+    ends = np.round(np.cumsum(shares) / max(1, sum(shares)) * len(items)).astype(int)
+    return [items[start:end] for start, end in pairwise([0, *ends.tolist()])]
+
+
 def next_roots(run: Run) -> list[Point]:
-    """The roots of the next iteration's trunks, when these are to be grown beside this one's last
-    stage. Trunks only say which states are visited, so an older policy may grow them."""
+    """The roots of the next iteration's trunks, when these are to be grown beside this one's
+    stages. Trunks only say which states are visited, so an older policy may grow them. (Early
+    stages, which play the last turns only, leave servers the most time for it.)"""
     config, following = run.config, run.cursor.iteration + 1
     if (
         algorithm_of(config).stages is None

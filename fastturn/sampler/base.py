@@ -78,7 +78,8 @@ class Stream(Protocol):
     """Requests to be answered in any order, each as `answer(key, completions)` from some thread;
     `answer(None, error)` when the sampler cannot go on.
 
-    `settle` says that nothing will be submitted before something is answered. `close` ends it;
+    Keys are ordered: what has a smaller one is asked for first when not all can be. `settle` says
+    that nothing will be submitted before something is answered. `close` ends it;
     what was not answered then never is.
     """
 

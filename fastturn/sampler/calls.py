@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from fastturn.sampler import wire
@@ -20,11 +22,12 @@ MOST_SIBLINGS = 64  # completions of one request; 0.32 refuses more than --max-n
 @dataclass(slots=True)
 class Job:
     """Completions still to be sampled: `places` in the result, all of one context, or the rest of
-    one whose first ids (`begun`) are there already."""
+    one whose first ids (`begun`) are there already. Jobs wait in the order of their ranks."""
 
     context_T: Ids
     max_tokens: int
     places: list[int]
+    rank: Any = 0
     keys: Keys = ()
     begun: tuple[Ids, Floats] | None = None
     attempts: int = 0
@@ -70,7 +73,10 @@ class Call:
         self.orders.update(dict.fromkeys(places, order))
         for start in range(0, n, MOST_SIBLINGS):
             part = list(places[start : start + MOST_SIBLINGS])
-            self.pending.append(Job(context_T, max_tokens, part, keys))
+            self.wait(Job(context_T, max_tokens, part, key, keys))
+
+    def wait(self, job: Job) -> None:
+        insort(self.pending, job, key=attrgetter("rank"))
 
     def keep(self, place: int, choice: wire.Choice, member: Member) -> None:
         order = self.orders.pop(place, None)

@@ -293,7 +293,7 @@ class Fleet:
                 missing.append(place)
                 continue
             begun = choice.action_A, choice.logprob_A
-            rest = Job(job.context_T, job.max_tokens - fresh, [place], job.keys, begun)
+            rest = Job(job.context_T, job.max_tokens - fresh, [place], job.rank, job.keys, begun)
             self._again(call, rest, job.attempts, Failure("abort", "the server gave it up"))
         if missing:
             self._again(call, job, job.attempts, Failure("missing", "it is missing"), missing)
@@ -328,7 +328,7 @@ class Fleet:
             self.on_event("engine_resampled", len(places))
             self.traffic.resampled += len(places)
         again = replace(job, places=job.places if places is None else places, attempts=attempts + 1)
-        call.pending.appendleft(again)
+        call.wait(again)
 
     # Probing
 
