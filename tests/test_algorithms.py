@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,25 @@ def test_what_is_unknown_names_the_nearest(pairs, message):
 def test_names_of_surrogates_are_recorded_twice_and_alike():
     assert set(SURROGATES) == {FUSED, *LOSSES}
     assert all(algorithm.surrogate in SURROGATES for algorithm in ALGORITHMS.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "seeupo", "tree_grpo", "arpo", "refuel"])
+def test_two_ranks_sample_and_train_what_one_does(tmp_path, name):
+    """Plans make the same choices on every rank, and sums over ranks are those of one."""
+    first = []
+    for ranks in ("1", "2"):
+        out = tmp_path / ranks
+        pairs = [*TINY, f"algorithm={name}", "iterations=1", "loss.kl_coef=0.01"]
+        pairs += ["tasks=12", "warm.steps=60"]
+        command = [sys.executable, "-P", "-m", "fastturn.cli", "train", "quickstart", *pairs]
+        launched = [*command, "--nproc", ranks, "--out", str(out)]
+        done = subprocess.run(launched, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        first.append((records(out, "stage")[0], records(out, "iteration")[0]))
+    (alone, whole), (together, iteration) = first
+    for key in ("groups", "siblings", "actions", "steps", "tokens_flat"):
+        assert alone[key] == together[key], key
+    for key in ("return_mean", "loss", "grad_norm", "entropy", "kl_behavior"):
+        assert alone[key] == pytest.approx(together[key], rel=1e-3, abs=1e-6), key
+    assert whole["rollouts"] == iteration["rollouts"] and alone["grad_norm"] > 1e-2
