@@ -34,6 +34,22 @@ Option = float | int | str
 Stages = Iterator[tuple[int, list[Point]]]
 
 
+def always(stages: int, kl: float) -> bool:
+    """Publish before every stage."""
+    return True
+
+
+def scheduled(stages: int, kl: float, *, publish_every: int = 1, publish_kl: float = 0.0) -> bool:
+    """Publish when `publish_every` stages were trained since the last time, or when the tokens of
+    the last one were `publish_kl` nats (above 0) from the policy that sampled them (RTPO, section
+    G.6). In between siblings come from older weights: their ratio corrects turn k, and nothing
+    corrects what follows it.
+
+    Example: publish_every = 2 and stages that all train: before every second one.
+    """
+    return publish_every <= max(1, stages) or 0 < publish_kl < kl
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """How an algorithm rolls out, what it credits and what it minimises.
@@ -49,6 +65,7 @@ class Algorithm:
     unsampled   members of G that are not sampled at a point (RTPO counts the trunk)
     least_group_size   smaller groups carry no signal
     candidates  tasks that are offered to `sample` for each one that is wanted
+    due         stages since the last publish, KL to what was published -> whether to publish again
     whole_stage credits depend on all groups of the stage together
     presets     configuration that `algorithm=NAME` sets, before any other override
     """
@@ -57,6 +74,7 @@ class Algorithm:
     sample: Callable[..., list[SiblingGroup]] = tree.Rollout.fork
     stages: Callable[..., Stages] | None = None
     passes: Callable[..., Iterator[Credits]] | None = None
+    due: Callable[..., bool] = always
     surrogate: str = "clip"
     reverse: bool = False
     unsampled: int = 0
@@ -73,8 +91,14 @@ class Algorithm:
             **_keywords(self.sample),
             **_keywords(self.stages),
             **_keywords(self.passes),
+            **_keywords(self.due),
             "surrogate": self.surrogate,
         }
+
+    @property
+    def lags(self) -> bool:
+        """Whether a stage may be sampled by weights older than those it trains."""
+        return not self.due(1, 0.0)
 
     @property
     def separate(self) -> bool:
@@ -89,6 +113,7 @@ class Algorithm:
             sample=_bound(self.sample, options),
             stages=self.stages and _bound(self.stages, options),
             passes=self.passes and _bound(self.passes, options),
+            due=_bound(self.due, options),
             surrogate=str(options.get("surrogate", self.surrogate)),
         )
 
@@ -113,6 +138,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rtpo": Algorithm(
         credit.rtpo,
         stages=expand.every_boundary,
+        due=scheduled,
         reverse=True,
         unsampled=1,
         least_group_size=3,

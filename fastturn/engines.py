@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastturn.algorithms import algorithm_of
 from fastturn.config import Config, ConfigError
 from fastturn.dist import EveryRank, LeaderOnly, World
 from fastturn.meter import Follower, Meter
@@ -95,7 +96,8 @@ def sampling_side(
     """
     inside = config.rollout.engine == "local"
     mixed = config.model.dtype == "mixed"
-    mirror = Mirror(policy, world, keep=inside or world.leader, mixed=mixed)
+    apart = inside and algorithm_of(config).lags
+    mirror = Mirror(policy, world, keep=inside or world.leader, mixed=mixed, apart=apart)
     made: list[Sampler] = []
 
     def build() -> bool:

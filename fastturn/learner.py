@@ -104,15 +104,17 @@ class Learner:
         planned: int,
         version: int,
         key: tuple[int, ...],
+        moved: bool = False,
     ) -> tuple[dict[str, Any], Credits]:
         """Train on one stage's groups; returns its record and the credits of the first epoch.
 
         `chunks`: the groups, as they come; each chunk's gradient is computed when it is there, and
         the step is taken after the last one. (With several mini-batches all are awaited first.)
         `planned`: how many groups are expected; those that never come change nothing.
-        `version` is the policy version that must have sampled them; `key` seeds the order of
-        mini-batches. Raises `PublishError` when the samples are not from this policy and
-        `DivergedError` after `MOST_SKIPS` non-finite steps in a row.
+        `version` is the policy version that must have sampled them, `moved` says that the policy
+        has been trained since; `key` seeds the order of mini-batches. Raises `PublishError` when
+        the samples are not from this policy and `DivergedError` after `MOST_SKIPS` non-finite steps
+        in a row.
         """
         loss = self.config.loss
         objective = Objective(
@@ -140,7 +142,8 @@ class Learner:
                     if first is None:
                         first = step
                         dtype = getattr(torch, self.config.model.compute_dtype)
-                        prove_logprobs(step.peaks["abs_log_ratio"], dtype)
+                        if not moved:
+                            prove_logprobs(step.peaks["abs_log_ratio"], dtype)
                     _merge(total, step)
         return stage_record(shown, total, first), shown
 

@@ -188,13 +188,14 @@ def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
     width = 2 if config.model.dtype == "bfloat16" else 4
     weights = shape.parameters * width / (config.dist.shard_ranks or ranks)
     fsdp = ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload
+    copied = fsdp or (config.rollout.engine == "local" and algorithm_of(config).lags)
     block = (shape.parameters - shape.embeddings) / shape.layers
     uses = {
         "weights": weights,
         "gradients": weights,
         "AdamW moments": 2 * weights,
         "reference weights": weights if config.loss.kl_coef > 0 else 0,
-        "weights to sample from": fsdp * shape.parameters * _compute_bytes(config),
+        "weights to sample from": copied * shape.parameters * _compute_bytes(config),
         "gathered weights and gradients": fsdp * 2 * width * (shape.embeddings + 2 * block),
     }
     return {name: value / GIB for name, value in uses.items() if value}

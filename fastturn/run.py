@@ -85,7 +85,8 @@ class Cursor:
 
 @dataclass(slots=True)
 class Run:
-    """The open parts of a run. `trunks` are those of an iteration in hand."""
+    """The open parts of a run. `trunks` are those of an iteration in hand; `published` is the
+    version of the weights that the sampler has."""
 
     config: Config
     out: Path
@@ -100,6 +101,7 @@ class Run:
     world: World
     mirror: Mirror
     trunks: list[Trunk] = field(default_factory=list)
+    published: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:

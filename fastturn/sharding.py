@@ -105,16 +105,23 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 class Mirror:
     """The policy to sample from in this process: itself when its weights are whole, else a whole
     copy that `refresh` brings up to date. (Decoding from split weights would gather all of them
-    again for every token.) None on a rank that does not `keep` one."""
+    again for every token.) None on a rank that does not `keep` one. `apart`: a copy in any case,
+    because the sampler may fall behind what is trained."""
 
     def __init__(
-        self, policy: Policy, world: World, *, keep: bool = True, mixed: bool = False
+        self,
+        policy: Policy,
+        world: World,
+        *,
+        keep: bool = True,
+        mixed: bool = False,
+        apart: bool = False,
     ) -> None:
         """Before `shard`. All ranks hold the same weights, so the copy is up to date. `mixed`: the
         copy is bfloat16, as what the split weights are gathered to."""
         self.source = policy
         self.policy: Policy | None = policy
-        if world.mesh is not None:
+        if apart or world.mesh is not None:
             self.policy = _copied(policy, mixed).to(world.device) if keep else None
         self._version: int | None = None
 

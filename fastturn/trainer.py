@@ -246,9 +246,10 @@ def one_stage(
 ) -> list[Trunk]:
     """Publish, fork, train, record; returns the trunks that were grown from the roots `ahead`."""
     config, cursor = run.config, run.cursor
-    if cursor.stage:
-        publish(run)
     algorithm = algorithm_of(config)
+    behind = cursor.version - run.published
+    if cursor.stage and algorithm.due(behind, run.cursor.tally["kl_behavior"]):
+        publish(run)
     n = config.group_size - algorithm.unsampled
     mine = run.rollout.peers.mine
     with run.progress.task(f"turn {turn + 1}", len(mine(points)) * n + len(mine(ahead))) as bar:
@@ -260,7 +261,9 @@ def one_stage(
             sampling = Gathered(algorithm.sample(rollout, points, n, key))
         at_once = algorithm.whole_stage or not overlaps(run, "stream")
         record, credits = run.learner.update(
-            sampling.groups(at_once), len(points), cursor.version, (cursor.iteration, turn)
+            *(sampling.groups(at_once), len(points)),
+            *(run.published, (cursor.iteration, turn)),
+            moved=run.published != cursor.version,
         )
         grown = sampling.trunks()
     position = {"iteration": cursor.iteration, "stage": turn, "version": cursor.version}
@@ -270,6 +273,7 @@ def one_stage(
     book(cursor.tally, [credit.trajectory for group in credits for credit in group])
     for name in ("tokens_packed", "tokens_flat", "groups", "groups_silent"):
         cursor.tally[name] += record[name]
+    cursor.tally["kl_behavior"] = record["kl_behavior"]
     for name in ("log_ratio_sum", "actions_first"):
         cursor.totals[name] += record.pop(name)
     run.record("stage", position | record | {"overlap_saved_s": sampling.saved_s})
@@ -296,6 +300,7 @@ def publish(run: Run) -> None:
     with run.meter.span("publish"):
         run.mirror.refresh(run.cursor.version)
         run.rollout.sampler.publish(run.cursor.version)
+    run.published = run.cursor.version
 
 
 def finish(run: Run) -> dict[str, Any]:

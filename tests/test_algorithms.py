@@ -80,6 +80,41 @@ def test_several_steps_a_stage(tmp_path, name):
     assert 2 <= stage["steps"] <= 4 and stage["kl_behavior"] > 0 and stage["kl_reference"] > 0
 
 
+def versions(out: Path) -> list[list[tuple[int, bool]]]:
+    """Of every iteration's stages: the version trained, and whether it was the one that sampled."""
+    stages = [r for r in records(out, "stage") if r["steps"]]
+    return [
+        [(r["version"], r["abs_log_ratio_max"] < 1e-4) for r in stages if r["iteration"] == i]
+        for i in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_rtpo_publishes_every_stage_every_few_or_when_the_policy_has_moved(tmp_path):
+    moving = ["optim.lr=3e-3", "optim.warmup_steps=0", "tasks=12", "warm.steps=80"]
+    run(tmp_path / "each", *moving)
+    for iteration in versions(tmp_path / "each"):
+        assert [fresh for _, fresh in iteration] == [True, True, True]
+    run(tmp_path / "second", *moving, "algorithm_options=publish_every=2")
+    for iteration in versions(tmp_path / "second"):
+        assert [fresh for _, fresh in iteration] == [True, False, True]
+        assert [version - iteration[0][0] for version, _ in iteration] == [0, 1, 2]
+    run(tmp_path / "never", *moving, "algorithm_options=publish_every=9")
+    for iteration in versions(tmp_path / "never"):
+        assert [fresh for _, fresh in iteration] == [True, False, False]
+    # The first stale stage shows how far the policy has moved; the next publish follows it.
+    run(tmp_path / "moved", *moving, "algorithm_options=publish_every=9,publish_kl=1e-9")
+    for iteration in versions(tmp_path / "moved"):
+        assert [fresh for _, fresh in iteration] == [True, False, True]
+
+
+def test_a_sampler_that_may_fall_behind_has_weights_of_its_own():
+    late = override(quickstart(), ["algorithm_options=publish_every=2"])
+    assert algorithm_of(late).lags and not algorithm_of(quickstart()).lags
+    assert "weights to sample from" in plan.memory_gib(late)
+    assert "weights to sample from" not in plan.memory_gib(quickstart())
+
+
 def test_presets_come_before_all_other_overrides():
     config = override(quickstart(), ["loss.clip_high=0.5", "algorithm=dapo"])
     assert config.loss.clip_high == 0.5 and config.loss.normalize_std
