@@ -1,4 +1,4 @@
-"""The command line: `fastturn train | eval | report | serve | recipes`.
+"""The command line: `fastturn train | eval | report | serve | doctor | recipes`.
 
 torch and transformers are imported only by the commands that compute, so help, errors, recipes and
 the dry run answer at once. Exit status: 0 done, 1 the run failed, 2 bad input, 130 stopped by
@@ -150,6 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, metavar="P")
     serve.add_argument("--host", default="127.0.0.1", help="dev routes are open to who reaches it")
     serve.add_argument("--python", metavar="BIN", help="interpreter of the environment with vLLM")
+    doctor = _command(commands, "doctor", _doctor, "check a recipe, its tasks and its servers")
+    doctor.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    _add_pairs(doctor)
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     _command(commands, "recipes", _recipes, "list the recipes")
     return parser
 
@@ -359,6 +363,26 @@ def _serve(options: argparse.Namespace) -> int:
     place = {"port": options.port, "host": options.host, "python": options.python}
     serve(config, run=options.run, carrier=config.rollout.carrier, **place)
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    config = override(_recipe(options.recipe), options.pairs)
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from fastturn.doctor import examine, show
+    from fastturn.patient import FAIL
+    from fastturn.progress import Progress
+
+    with Progress(quiet=options.json) as progress:
+        lines = examine(config, progress)
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        show(lines, Console())
+    return FAILED if any(line.status == FAIL for line in lines) else 0
 
 
 def _recipes(options: argparse.Namespace) -> int:

@@ -1,0 +1,81 @@
+"""The check-up of a recipe before its run: everything that would otherwise show after hours.
+
+recipe -> Patient (what the run opens, in a folder that is thrown away) -> CHECKS -> lines
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastturn.checks import CHECKS
+from fastturn.config import Config, override
+from fastturn.dist import open_world
+from fastturn.patient import FAIL, PASS, SKIP, WARN, Patient, Unavailable
+from fastturn.progress import Progress
+from fastturn.run import Run, open_run
+
+STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red", SKIP: "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A finding under the name of its check."""
+
+    check: str
+    status: str
+    measured: str
+    remedy: str
+
+
+def examine(config: Config, progress: Progress) -> list[Line]:
+    """Every check, one after the other. Nothing of the recipe is changed, nothing is left behind.
+
+    Example: of a server without prefix cache, `Line("server flags", "warn", "...: prefix cache
+    off", "start servers with ...")`.
+    """
+    config = override(config, ["trackers=none"])
+    mesh = config.model.dtype == "mixed" or config.dist.cpu_offload
+    with ExitStack() as stack:
+
+        def open_all() -> Run:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastturn-")))
+            world = stack.enter_context(open_world(config.device, mesh=mesh))
+            return stack.enter_context(
+                open_run(config, config, folder / "run", False, progress, world=world)
+            )
+
+        patient = Patient(config, open_all)
+        lines = []
+        with progress.task("doctor", len(CHECKS)) as bar:
+            for name, check in CHECKS:
+                bar.update(check=name)
+                try:
+                    found = check(patient)
+                    lines.append(Line(name, found.status, found.measured, found.remedy))
+                except Unavailable as reason:
+                    lines.append(Line(name, SKIP, str(reason), ""))
+                except Exception as error:  # whatever it is, it is this check's finding
+                    lines.append(Line(name, FAIL, f"{type(error).__name__}: {error}", ""))
+                bar.advance(1)
+        return lines
+
+
+def show(lines: Sequence[Line], console: Console) -> None:
+    """The table: a row a check, its remedy below what was measured."""
+    table = Table("check", "", "measured", title="doctor", title_justify="left")
+    for line in lines:
+        told = Text(line.measured)
+        if line.remedy:
+            told.append(f"\n-> {line.remedy}", style="italic")
+        table.add_row(line.check, Text(line.status, style=STYLES[line.status]), told)
+    console.print(table)
+    count = {status: sum(line.status == status for line in lines) for status in STYLES}
+    console.print(", ".join(f"{n} {status}" for status, n in count.items() if n))
