@@ -37,6 +37,7 @@ class Fake:
     model: str = "fake"
     max_model_len: int = 1024
     logprobs_mode: str = "processed_logprobs"
+    prefix_caching: bool = True
     generate_route: bool = True
     version: str = "0.32.0"
     token_s: float = 0.0
@@ -136,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "logprobs_mode": fake.logprobs_mode,
                 "dtype": "torch.float32",
             },
-            "cache_config": {"enable_prefix_caching": True},
+            "cache_config": {"enable_prefix_caching": fake.prefix_caching},
             "parallel_config": {"worker_extension_cls": "fastturn_vllm_worker.WeightExtension"},
             "weight_transfer_config": None,
         }

@@ -44,6 +44,7 @@ from fastturn.types import Ending
 TESTED = ((0, 22), (0, 33))  # releases of vLLM, the second one excluded
 MOST_TRUNCATED, MOST_BAD_CALLS, LEAST_MIXED = 0.3, 0.2, 0.05
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
+DEMONSTRATIONS = 64  # scripts may err on purpose
 NUDGE = 0.02  # of a tensor's own spread: the change that every tensor must carry to the sampler
 
 
@@ -288,7 +289,7 @@ def snapshots(patient: Patient) -> Finding:
 def demonstrations(patient: Patient) -> Finding:
     """Whether the scripted policy of the tasks earns their reward."""
     run, config = patient.opened, patient.config
-    tasks = [trunk.snapshots[0].task for trunk in patient.trunks]
+    tasks = run.domain.train_tasks[:DEMONSTRATIONS]
     try:
         shown = demonstrate(run.domain, run.rollout.renderer, tasks, config.turns, ("doctor",))
     except ConfigError:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from fastturn import trainer
 from fastturn.bench.fake_server import Fake
 from fastturn.config import Config, ConfigError, override
+from fastturn.doctor import Line, examine
 from fastturn.policy import Policy
+from fastturn.progress import Progress
 from fastturn.recipes import quickstart
 from fastturn.records import read_lines
 from fastturn.run import RunError
@@ -123,3 +125,54 @@ def test_settings_that_cannot_work_are_named(pairs: list[str], message: str) -> 
 def test_an_adapter_carrier_without_an_adapter_is_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.carrier=lora: this run trains whole weights"):
         trainer.train(configured(served, "rollout.carrier=lora"), quickstart(), tmp_path / "run")
+
+
+def examined(served: Served, *pairs: str) -> dict[str, Line]:
+    found = examine(configured(served, *pairs), Progress(quiet=True))
+    return {line.check: line for line in found}
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_good_server(served: Served) -> None:
+    lines = examined(served)
+    assert not [line for line in lines.values() if line.status == "fail"]
+    for check in ("servers answer", "server flags", "log-probabilities", "agreement"):
+        assert lines[check].status == "pass", lines[check]
+    assert (
+        lines["publish round trip"].status == "pass"
+        and "0.32.0" in lines["servers answer"].measured
+    )
+    assert len({body["cache_salt"] for body in served.fake.seen}) >= 5  # one a publish
+
+
+@pytest.mark.parametrize(
+    ("flaw", "check", "status", "measured"),
+    [
+        ({"version": "0.19.1"}, "servers answer", "warn", "0.19.1"),
+        ({"max_model_len": 64}, "server flags", "fail", "reads 64 tokens"),
+        ({"prefix_caching": False}, "server flags", "warn", "prefix cache off"),
+        ({"logprobs_mode": "raw_logprobs"}, "log-probabilities", "warn", "raw_logprobs"),
+        ({"logprobs_mode": "raw_logits"}, "log-probabilities", "fail", "raw_logits"),
+    ],
+)
+def test_the_doctor_names_a_server_started_with_other_flags(
+    served: Served, flaw: dict[str, Any], check: str, status: str, measured: str
+) -> None:
+    for name, value in flaw.items():
+        setattr(served.fake, name, value)
+    line = examined(served)[check]
+    assert line.status == status and measured in line.measured and line.remedy
+
+
+def test_the_doctor_refuses_raw_log_probabilities_at_another_temperature(served: Served) -> None:
+    served.fake.logprobs_mode = "raw_logprobs"
+    line = examined(served, "sampling.temperature=0.7")["log-probabilities"]
+    assert line.status == "fail" and "--logprobs-mode processed_logprobs" in line.remedy
+
+
+def test_the_doctor_sees_weights_that_stay_behind(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.fake, "rpc", lambda method, args: {"ok": True})
+    lines = examined(served)
+    assert lines["publish round trip"].status == "fail"
+    assert "canary" in lines["publish round trip"].measured

@@ -265,3 +265,13 @@ def test_when_both_are_dead_it_waits_saves_and_goes_on_after_a_restart(
     places = [(stage["iteration"], stage["stage"]) for stage in stages(out)]
     assert len(set(places)) == len(places) and {i for i, _ in places} == {0, 1}
     assert all(stage["siblings"] == 4 * stage["groups"] for stage in stages(out))
+
+
+def test_the_doctor_of_a_real_server(live, taught, capsys):
+    servers = f"rollout.urls={live.server.url}"
+    assert cli.main(["doctor", "quickstart", *RUN, servers, "--json"]) == 0
+    lines = {line["check"]: line for line in json.loads(capsys.readouterr().out)}
+    for check in ("servers answer", "server flags", "log-probabilities", "opening", "agreement"):
+        assert lines[check]["status"] == "pass", lines[check]
+    for check in ("publish round trip", "snapshots", "demonstrations"):
+        assert lines[check]["status"] == "pass", lines[check]
