@@ -9,6 +9,7 @@ Each looks at one thing, with the run's own parts. One that raises has failed; o
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -38,11 +39,11 @@ from fastturn.patient import (
 from fastturn.preflight import check_data, preflight
 from fastturn.publish import TOLERANCE
 from fastturn.render import Renderer
-from fastturn.sampler.server import Server, ServerInfo
+from fastturn.sampler.server import EngineError, Server, ServerInfo
 from fastturn.types import Ending
 
 TESTED = ((0, 22), (0, 33))  # releases of vLLM, the second one excluded
-MOST_TRUNCATED, MOST_BAD_CALLS, LEAST_MIXED = 0.3, 0.2, 0.05
+MOST_TRUNCATED, MOST_BAD_CALLS, LEAST_MIXED, LEAST_KEPT = 0.3, 0.2, 0.05, 0.5
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>'
 DEMONSTRATIONS = 64  # scripts may err on purpose
 NUDGE = 0.02  # of a tensor's own spread: the change that every tensor must carry to the sampler
@@ -67,20 +68,29 @@ def settings(patient: Patient) -> Finding:
 
 def servers(patient: Patient) -> Finding:
     """Each address answers as a vLLM server of a release that was tested."""
-    seen = []
+    seen, dead, untested = [], [], False
     for url in _urls(patient):
-        with Server(url, timeout_s=10.0) as server:
-            patient.servers[url] = server.info()
-            release = server.release
-        seen.append(f"{url}: vLLM {patient.servers[url].version or 'of unknown release'}")
-        if not TESTED[0] <= release[:2] < TESTED[1]:
-            return Finding(
-                WARN,
-                "; ".join(seen),
-                f"releases from {_dotted(TESTED[0])} to before {_dotted(TESTED[1])} were tested; "
-                f"the lines below say whether this one works",
-            )
-    return Finding(PASS, "; ".join(seen))
+        try:
+            with Server(url, timeout_s=10.0) as server:
+                info = patient.servers[url] = server.info()
+                untested |= not TESTED[0] <= server.release[:2] < TESTED[1]
+        except EngineError as error:
+            dead.append(str(error))
+        else:
+            seen.append(f"{url}: vLLM {info.version or 'of unknown release'}")
+    measured = "; ".join(dead + seen)
+    if dead:
+        return Finding(
+            FAIL, measured, "start it with `fastturn serve`, or take it off rollout.urls"
+        )
+    if not untested:
+        return Finding(PASS, measured)
+    return Finding(
+        WARN,
+        measured,
+        f"releases from {_dotted(TESTED[0])} to before {_dotted(TESTED[1])} were tested; the lines "
+        f"below say whether this one works",
+    )
 
 
 def flags(patient: Patient) -> Finding:
@@ -106,9 +116,9 @@ def flags(patient: Patient) -> Finding:
 def distribution(patient: Patient) -> Finding:
     """Reported log-probabilities are of the distribution that is sampled."""
     temperature = patient.config.sampling.temperature
+    remedy = "start servers with --logprobs-mode processed_logprobs --generation-config vllm"
     modes = {info.url: info.logprobs_mode for info in _infos(patient)}
     told = "; ".join(f"{url}: {mode or 'untold'}" for url, mode in modes.items())
-    remedy = "start servers with --logprobs-mode processed_logprobs --generation-config vllm"
     if any(mode not in (None, "processed_logprobs", "raw_logprobs") for mode in modes.values()):
         return Finding(FAIL, told, remedy)
     if "raw_logprobs" in modes.values():
@@ -166,7 +176,7 @@ def kept_tokens(patient: Patient) -> Finding:
     if not running:
         return Finding(SKIP, "no episode has a second turn")
     share = kept / running
-    if share > 0.5:
+    if share >= LEAST_KEPT:
         return Finding(PASS, f"{share:.1%} of the running tokens are kept")
     return Finding(
         WARN,
@@ -246,7 +256,7 @@ def calls(patient: Patient) -> Finding:
     measured = f"{1 - share:.0%} of {len(made)} calls succeed"
     if share <= MOST_BAD_CALLS:
         return Finding(PASS, measured)
-    common = max(set(bad), key=bad.count)
+    ((common, _),) = Counter(bad).most_common(1)
     return Finding(
         WARN,
         f"{measured}; most often: {common}",
@@ -333,22 +343,29 @@ def mixed_groups(patient: Patient) -> Finding:
     return Finding(WARN, measured, "raise group_size, or choose tasks of middling difficulty")
 
 
-CHECKS: tuple[tuple[str, Callable[[Patient], Finding]], ...] = (
-    ("settings", settings),
-    ("servers answer", servers),
-    ("server flags", flags),
-    ("log-probabilities", distribution),
-    ("opening", opening),
-    ("chat template", template),
-    ("context kept", kept_tokens),
-    ("agreement", agreement),
-    ("publish round trip", round_trip),
-    ("truncation", truncation),
-    ("tool calls", calls),
-    ("snapshots", snapshots),
-    ("demonstrations", demonstrations),
-    ("outcome reached", outcomes),
-    ("mixed groups", mixed_groups),
+OPEN_FIRST = "mend what the lines above say, then run the doctor again"
+ENVIRONMENT = "mend the environment or its data; docs/environments.md has the contract"
+# Name, check, and what to do when the check itself cannot be carried out.
+CHECKS: tuple[tuple[str, Callable[[Patient], Finding], str], ...] = (
+    ("settings", settings, "change the setting that is named"),
+    ("servers answer", servers, "check rollout.urls"),
+    ("server flags", flags, "start servers with the command that `fastturn serve` prints"),
+    ("log-probabilities", distribution, "start servers with --logprobs-mode processed_logprobs"),
+    ("opening", opening, OPEN_FIRST),
+    ("chat template", template, "use a tokenizer whose chat template carries tool dialogues"),
+    ("context kept", kept_tokens, OPEN_FIRST),
+    ("agreement", agreement, "start servers with the command that `fastturn serve` prints"),
+    (
+        "publish round trip",
+        round_trip,
+        "choose another rollout.carrier, or mend the flags",
+    ),
+    ("truncation", truncation, OPEN_FIRST),
+    ("tool calls", calls, OPEN_FIRST),
+    ("snapshots", snapshots, ENVIRONMENT),
+    ("demonstrations", demonstrations, ENVIRONMENT),
+    ("outcome reached", outcomes, OPEN_FIRST),
+    ("mixed groups", mixed_groups, OPEN_FIRST),
 )
 
 

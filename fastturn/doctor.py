@@ -55,7 +55,7 @@ def examine(config: Config, progress: Progress) -> list[Line]:
         patient = Patient(config, open_all)
         lines = []
         with progress.task("doctor", len(CHECKS)) as bar:
-            for name, check in CHECKS:
+            for name, check, remedy in CHECKS:
                 bar.update(check=name)
                 try:
                     found = check(patient)
@@ -63,7 +63,7 @@ def examine(config: Config, progress: Progress) -> list[Line]:
                 except Unavailable as reason:
                     lines.append(Line(name, SKIP, str(reason), ""))
                 except Exception as error:  # whatever it is, it is this check's finding
-                    lines.append(Line(name, FAIL, f"{type(error).__name__}: {error}", ""))
+                    lines.append(Line(name, FAIL, f"{type(error).__name__}: {error}", remedy))
                 bar.advance(1)
         return lines
 

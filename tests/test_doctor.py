@@ -65,7 +65,8 @@ def check_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., d
         file.write_text(SICK.format(parity=parity, **HEALTHY | sick))
         config = override(quickstart(), (*SMALL, f"data.domain={file}:Domain", *pairs))
         lines = examine(config, Progress(quiet=True, stream=io.StringIO()))
-        assert [line.check for line in lines] == [name for name, _ in CHECKS]
+        assert [line.check for line in lines] == [name for name, *_ in CHECKS]
+        assert all(line.remedy for line in lines if line.status in ("warn", "fail"))
         return {line.check: line for line in lines}
 
     return examined
@@ -139,11 +140,38 @@ def test_rewards_that_nobody_can_earn(check_up):
     assert early.status == "warn" and "warm start" in early.remedy
 
 
-def test_rewards_that_split_groups(check_up):
-    lines = check_up("warm.steps=0", step="return dataclasses.replace(answer, reward=float("
-                     "len(action.text) % 2))")  # fmt: skip
-    assert lines["outcome reached"].status in ("pass", "fail")
+SAID = """return dataclasses.replace(answer, done=False, reward=float(len(action.text) % 2),
+                                     events=("tool_call",))"""
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler whose actions end at every other id, so that an untrained policy ends them."""
+    draw = LocalSampler.sample
+
+    def sample(self: LocalSampler, requests: Any, params: Any) -> Any:
+        return draw(self, requests, replace(params, stop_ids=tuple(range(0, 300, 2))))
+
+    monkeypatch.setattr(LocalSampler, "sample", sample)
+
+
+def test_episodes_that_differ_and_end_by_themselves(check_up, stopping):
+    lines = check_up("warm.steps=0", "sampling.turn_tokens=24", step=SAID)
+    for check in ("outcome reached", "mixed groups", "truncation", "tool calls", "context kept"):
+        assert lines[check].status == "pass", lines[check]
     assert lines["mixed groups"].measured.endswith(f"of {quickstart().group_size}")
+
+
+def test_contexts_that_begin_anew_every_turn(check_up, stopping, monkeypatch):
+    monkeypatch.setattr("fastturn.checks.LEAST_KEPT", 1.01)
+    line = check_up(step=SAID)["context kept"]
+    assert line.status == "warn" and "context=keep" in line.remedy
+
+
+def test_calls_that_cannot_be_read(check_up, stopping):
+    bad = SAID.replace('("tool_call",)', '("tool_call", "bad_json")')
+    line = check_up(step=bad)["tool calls"]
+    assert line.status == "warn" and "most often: bad_json" in line.measured
 
 
 def test_weights_that_do_not_arrive(check_up, monkeypatch):
@@ -175,7 +203,6 @@ def test_one_tensor_that_does_not_arrive(check_up, monkeypatch):
             self.policy.load_state_dict(state, strict=False)
             super().publish(version)
 
-    monkeypatch.setattr("fastturn.checks.NUDGE", 0.5)
     monkeypatch.setitem(engines.ENGINES, "local", lambda config, policy, *_: Behind(policy))
     line = check_up()["publish round trip"]
     assert line.status == "fail" and "nats" in line.measured and "other weights" in line.remedy
@@ -237,7 +264,7 @@ def test_the_command_prints_a_table_and_says_by_its_status(capsys, monkeypatch):
     monkeypatch.setattr(patient, "TASKS", 2)
     assert cli.main(["doctor", "quickstart", *SMALL, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [line["check"] for line in found] == [name for name, _ in CHECKS]
+    assert [line["check"] for line in found] == [name for name, *_ in CHECKS]
     assert cli.main(["doctor", "quickstart", "device=cuda"]) == 1
     text = capsys.readouterr().out
     assert "publish round trip" in text and "fail" in text

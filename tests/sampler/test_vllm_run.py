@@ -176,3 +176,22 @@ def test_the_doctor_sees_weights_that_stay_behind(
     lines = examined(served)
     assert lines["publish round trip"].status == "fail"
     assert "canary" in lines["publish round trip"].measured
+
+
+def test_the_doctor_looks_at_every_server(served: Served) -> None:
+    lines = examined(served, f"rollout.urls=http://127.0.0.1:9,{served.fake.url}")
+    gone = lines["servers answer"]
+    assert gone.status == "fail" and served.fake.url in gone.measured and gone.remedy
+    assert lines["log-probabilities"].status == "pass"
+
+
+def test_the_doctor_sees_a_servers_own_top_p(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nucleus(prompt: list[int], sampling: dict[str, Any], salt: str) -> Any:
+        drawn = served.draw(prompt, sampling, salt)
+        return [(ids, [value + 0.3 for value in logprobs]) for ids, logprobs in drawn]
+
+    monkeypatch.setattr(served.fake, "draw", nucleus)
+    line = examined(served)["agreement"]
+    assert line.status == "fail" and "top-p" in line.measured and line.remedy
