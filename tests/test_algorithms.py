@@ -71,6 +71,15 @@ def test_every_algorithm_trains(tmp_path, name):
     assert max(r["rollouts"] for r in iterations) <= plan.derive(config)["rollouts_iteration"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_learns(tmp_path, name):
+    pairs = ["iterations=14", "optim.lr=2e-3", "data.eval_tasks=128", "warm.steps=80", "tasks=8"]
+    summary = run(tmp_path / "run", *pairs, f"algorithm={name}")
+    assert summary["success_before"] < 0.3
+    assert summary["success_after"] > summary["success_before"] + 0.2
+
+
 @pytest.mark.parametrize("name", ["gspo", "cispo", "refuel", "dapo"])
 def test_several_steps_a_stage(tmp_path, name):
     """The policy moves between them, so ratios leave 1."""
