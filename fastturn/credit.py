@@ -48,7 +48,7 @@ def grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
 
     Every sampled token of a trajectory weighs `1/groups * 1/G * 1/tokens of the trajectory`; the
     paper's division by the group's standard deviation is `loss.normalize_std`. With leaves of a
-    tree as the group it is ARPO's soft advantage attribution (Dong et al. 2025, section 3.2): a
+    tree as the group it is ARPO's soft advantage attribution (Dong et al. 2025): a
     token that several leaves share is scored once for each, so its advantages average.
 
     Example: returns (1, 0), 20 and 10 tokens in all: advantages (.5, -.5), weights (1/40, 1/20).
@@ -132,7 +132,7 @@ def dr_grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
 
 
 def rloo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
-    """REINFORCE with a leave-one-out baseline (RLOO, Ahmadian et al. 2024, section 2.2).
+    """REINFORCE with a leave-one-out baseline (RLOO, Ahmadian et al. 2024).
 
     `A_i = R_i - mean_{j != i} R_j = G/(G-1) (R_i - mean_j R_j)`; the log-probability of the whole
     trajectory is reinforced, so every sampled token weighs `1/groups * 1/G`.
@@ -156,7 +156,7 @@ def gigpo(
     step_weight: float = 1.0,
     step_discount: float = 0.95,
 ) -> Credits:
-    """Groups within the group (GiGPO, Feng et al. 2025, eq. 3-8): `A = A_episode + w A_step`.
+    """Groups within the group (GiGPO, Feng et al. 2025): `A = A_episode + w A_step`.
 
     A_episode is GRPO's. A_step compares the turns of the group that were taken in the same state by
     their discounted rewards-to-go (`step_discount` a turn); a state met once gives 0. Two turns are
@@ -203,7 +203,7 @@ def steptool(
     call_reward: float = 0.1,
     step_discount: float = 0.99,
 ) -> Credits:
-    """Rewards for every call, returned turn by turn (StepTool, Yu et al. 2024, section 4).
+    """Rewards for every call, returned turn by turn (StepTool, Yu et al. 2024).
 
     A turn earns what the environment gave it plus `call_reward` times the share of its calls that
     raised no error event. The advantage of a turn is its discounted reward-to-go less the mean over
@@ -254,7 +254,7 @@ def _togo(rewards: Sequence[float], discount: float) -> Array:
 
 
 def tree_grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
-    """Leaves compared twice (Tree-GRPO, Ji et al. 2025, eq. 5-7): within their tree and among all
+    """Leaves compared twice (Tree-GRPO, Ji et al. 2025): within their tree and among all
     trees of the task; the advantage is the sum of both. A group is a task with all its leaves, each
     trained from the root on; tokens weigh as in GRPO.
 
@@ -278,7 +278,7 @@ def tree_grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
 
 
 def refuel(groups: Sequence[SiblingGroup], config: Config, *, eta: float = 1.0) -> Credits:
-    """Regression of the relative future (REFUEL, Gao et al. 2024, eq. 4): at one state, the
+    """Regression of the relative future (REFUEL, Gao et al. 2024): at one state, the
     log-ratios of two turns should differ by `eta` times what their futures differ by.
 
     `((l_1 - l_2) / eta - (R_1 - R_2))^2`, averaged over the pairs of a group, is

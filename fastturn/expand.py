@@ -64,7 +64,7 @@ def one_boundary(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[
 
 
 def refilled(rollout: Rollout, points: Sequence[Point], n: int, key: Key) -> list[SiblingGroup]:
-    """Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): as many points as tasks are wanted,
+    """Dynamic sampling (DAPO, Yu et al. 2025, eq. 11): as many points as tasks are wanted,
     then as many more as groups came out silent, until enough are not or the points are used up.
 
     All groups are returned, the silent ones too, because all of them were paid for; the credit
@@ -111,7 +111,7 @@ class Leaf:
 def forest(
     rollout: Rollout, points: Sequence[Point], n: int, key: Key, *, rounds: int = 1
 ) -> list[SiblingGroup]:
-    """Trees by random expansion (Tree-GRPO, Ji et al. 2025, section 3.2).
+    """Trees by random expansion (Tree-GRPO, Ji et al. 2025).
 
     `trunks` chains begin the trees of a point; the other episodes of its `n` are dealt to the trees
     in `rounds`, each continuing from a random state of its tree to the end. States are turn
@@ -148,7 +148,7 @@ def branched(
     threshold: float = 0.5,
     tokens: int = 20,
 ) -> list[SiblingGroup]:
-    """Branches where a tool's answer left the policy unsure (ARPO, Dong et al. 2025, section 3.1).
+    """Branches where a tool's answer left the policy unsure (ARPO, Dong et al. 2025).
 
     The `initial` share of a point's `n` episodes are chains. At each of their boundaries after a
     tool call, the rise of the entropy of the next `tokens` tokens over that of the episode's first

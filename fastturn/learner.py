@@ -3,7 +3,8 @@
 One call of `Learner.update` is one stage: `epochs` passes over its groups in `minibatches` steps
 each. Groups without a gradient cost nothing: they are never packed, and a mini-batch of only such
 groups takes no optimiser step (neither momentum nor weight decay moves the weights). With a KL
-term every group has a gradient and is trained.
+term every group has a gradient and is trained. An algorithm of several passes (`passes.py`) takes a
+step for each of them where others take one.
 """
 
 from __future__ import annotations

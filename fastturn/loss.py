@@ -90,7 +90,7 @@ def _mask(
 def _regression(
     log_ratio_A: Tensor, batch: PackedBatch, bounds: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """REFUEL (Gao et al. 2024), eq. 4: all pairs of a group at once (see `credit.refuel`)."""
+    """REFUEL (Gao et al. 2024): all pairs of a group at once (see `credit.refuel`)."""
     trajectory_A, size = _numbers(batch.trajectory_U[batch.turn_A])
     first_S = trajectory_A.new_zeros(size).index_copy_(
         0, trajectory_A, torch.arange(len(trajectory_A), device=trajectory_A.device)

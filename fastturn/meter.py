@@ -35,7 +35,7 @@ SPANS: dict[str, str] = {
     "warm_start": "supervised steps on demonstrations",
     "trunk_decode": "sampling the trunks, turn by turn",
     "prefill": "computing contexts before sampling",
-    "sibling_decode": "sampling the siblings of a stage (or the rollouts of GRPO)",
+    "sibling_decode": "sampling the siblings of a stage (or whole episodes)",
     "exchange": "handing rollouts to all ranks, waiting for the slowest of them",
     "environment": "waiting for environments and tools",
     "publish": "handing new weights to the sampler, with the proof that they arrived",

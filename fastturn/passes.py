@@ -25,8 +25,8 @@ LogRatios = Callable[[Credits], Array]
 def seeupo(
     groups: Sequence[SiblingGroup], config: Config, log_ratios: LogRatios, *, bound: float = 2.0
 ) -> Iterator[Credits]:
-    """Sequential updates of turns as agents (SeeUPO, Hu et al. 2026; HAPPO, Kuba et al. 2022, eq.
-    9): turn k is trained on `A · prod_{h > k} s_h`, where s_h is the ratio of the later turn h,
+    """Sequential updates of turns as agents (SeeUPO, Hu et al. 2026; HAPPO, Kuba et al.
+    2022): turn k is trained on `A · prod_{h > k} s_h`, where s_h is the ratio of the later turn h,
     which earlier passes have moved, at most `bound` altogether. Ratios are length-normalised, as in
     the loss: s_h is the geometric mean over the tokens of the turn.
 

@@ -216,7 +216,7 @@ def masked(batch: list[list[Sibling]]) -> Tensor:
 
 
 def rloo(batch: list[list[Sibling]]) -> Tensor:
-    """1/k sum_i (R_i - 1/(k-1) sum_{j != i} R_j) log pi(y_i) (RLOO section 2.2), with clipped
+    """1/k sum_i (R_i - 1/(k-1) sum_{j != i} R_j) log pi(y_i) (RLOO), with clipped
     token ratios in the place of log-probabilities."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
@@ -228,7 +228,7 @@ def rloo(batch: list[list[Sibling]]) -> Tensor:
 
 def gigpo(batch: list[list[Sibling]]) -> Tensor:
     """A = A_E(trajectory) + w A_S(turn), A_S among turns in one state, by sum_k g^(k-t) r_k
-    (GiGPO eq. 3, 5-8 with F_norm = 1); w = 0.5, g = 0.5."""
+    (GiGPO with F_norm = 1); w = 0.5, g = 0.5."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         togo = [[s.rewards[0] + 0.5 * s.rewards[1], s.rewards[1]] for s in group]
@@ -248,8 +248,8 @@ def gigpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def steptool(batch: list[list[Sibling]]) -> Tensor:
-    """sum_t A_t log pi(a_t) with A_t = sum_k g^(k-t) (r_k + call reward) - baseline (StepTool
-    section 4, eq. 3 and 6), the baseline the other trajectories' mean; g = 0.5, reward 0.75."""
+    """sum_t A_t log pi(a_t) with A_t = sum_k g^(k-t) (r_k + call reward) - baseline (StepTool's
+    step-grained policy gradient), the baseline the others' mean; g = 0.5, call reward 0.75."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         togo = []
@@ -266,7 +266,7 @@ def steptool(batch: list[list[Sibling]]) -> Tensor:
 
 
 def tree_grpo(batch: list[list[Sibling]]) -> Tensor:
-    """A = A_intra + A_inter, each R less the mean of its leaves (Tree-GRPO eq. 5-7)."""
+    """A = A_intra + A_inter, each R less the mean of its leaves (Tree-GRPO)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling in group:
@@ -277,7 +277,7 @@ def tree_grpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def refuel(batch: list[list[Sibling]]) -> Tensor:
-    """((log r(y) - log r(y')) / eta - (R - R'))^2 over pairs y, y' at one state (REFUEL eq. 4),
+    """((log r(y) - log r(y')) / eta - (R - R'))^2 over pairs y, y' at one state (REFUEL),
     the turn of that state only; eta = 0.5."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:

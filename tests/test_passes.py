@@ -62,7 +62,7 @@ def f32(value: float) -> float:
 
 
 def seeupo(batch: Sequence[Sequence[Sibling]], turn: int) -> Tensor:
-    """1/G sum_i min(s_k M, clip(s_k) M), M = A prod_{h > k} s_h (HAPPO eq. 9 and 11 with GSPO's
+    """1/G sum_i min(s_k M, clip(s_k) M), M = A prod_{h > k} s_h (HAPPO's advantage with GSPO's
     ratios), the product at most 2."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
