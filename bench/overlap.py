@@ -17,27 +17,19 @@ import argparse
 import functools
 import heapq
 import itertools
-import os
-import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from fastturn import recipes, trainer
-from fastturn.config import override
-from fastturn.dist import World
-from fastturn.progress import Progress
-from fastturn.run import Run, open_run
+from fastturn import trainer
+from fastturn.run import Run
 from fastturn.sampler.base import Request, SamplingParams
 from fastturn.sampler.local import LocalSampler
 from fastturn.types import Completion
 
 from .command import one_of, options, parser, report
+from .quickstarts import opened, warm_weights
 from .record import Measured
 
 Answer = tuple[Hashable, Any]
@@ -250,28 +242,6 @@ class Outcome:
     @property
     def train_s(self) -> float:
         return self.wall_s - self.waited_s
-
-
-@contextmanager
-def opened(pairs: Sequence[str]) -> Iterator[Run]:
-    """A run of the quickstart that leaves nothing behind and says nothing."""
-    fixed = ("data.eval_tasks=1", "save.every=0", "trackers=none")
-    config = override(recipes.RECIPES["quickstart"](), (*fixed, *pairs))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Path(os.devnull).open("w") as nowhere,
-        Progress(quiet=True, stream=nowhere) as progress,
-        open_run(config, config, Path(folder), False, progress, world=World.single("cpu")) as run,
-    ):
-        yield run
-
-
-@functools.cache
-def warm_weights(steps: int) -> dict[str, Tensor]:
-    """Of a policy that solves some tasks, so that groups have something to teach."""
-    with opened([f"warm.steps={steps}"]) as run:
-        trainer.warm_start(run)
-        return {name: value.clone() for name, value in run.policy.state_dict().items()}
 
 
 def outcome(
