@@ -36,8 +36,8 @@ from fastturn.types import (
 
 PARITY = Path(__file__).with_name("parity.py")
 SMALL = (
-    *(f"data.domain={PARITY}:Domain", "data.eval_tasks=8", "turns=3", "tasks=8", "iterations=2"),
-    *("warm.steps=40", "warm.batch=16", "trackers=none", "sampling.turn_tokens=8"),
+    *(f"data.domain={PARITY}:Domain", "data.eval_tasks=8", "turns=3", "tasks=4", "iterations=2"),
+    *("warm.steps=40", "warm.batch=16", "trackers=none", "sampling.turn_tokens=4"),
     "loss.epochs=2",
 )
 
