@@ -46,6 +46,8 @@ class Model:
     vocabulary: int = 334  # ids of the tokenizer built for it
     max_context: int = 512
     gradient_checkpointing: bool = False
+    lora_rank: int = 0  # 0: every weight trains; else only adapters of this rank in the blocks
+    lora_alpha: int = 32  # what the adapter adds is scaled by lora_alpha / lora_rank
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -151,6 +153,12 @@ class Config:
     rollout: Rollouts = field(default_factory=Rollouts)
     dist: Dist = field(default_factory=Dist)
 
+    @property
+    def starts_as_reference(self) -> bool:
+        """Whether the policy that training starts from is the model without its adapter, so that no
+        copy of it need be kept."""
+        return self.model.lora_rank > 0 and self.warm.steps == 0
+
 
 def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Every leaf as (dotted key, annotated type, value), in declaration order.
@@ -221,7 +229,7 @@ POSITIVE = (
     *("tasks", "trunks", "turns", "pack_tokens", "threads"),
     *("sampling.temperature", "sampling.turn_tokens", "sampling.episode_tokens"),
     *("loss.epochs", "loss.minibatches", "optim.lr", "warm.batch", "save.keep"),
-    *("model.layers", "model.width", "model.vocabulary", "model.max_context"),
+    *("model.layers", "model.width", "model.vocabulary", "model.max_context", "model.lora_alpha"),
     *("data.tool_timeout_s", "data.env_timeout_s", "data.eval_tasks"),
     *("rollout.concurrency", "rollout.deadline_s"),
 )
@@ -230,7 +238,7 @@ NON_NEGATIVE = (
     *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
     *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm", "rollout.patience_s"),
-    "dist.shard_ranks",
+    *("dist.shard_ranks", "model.lora_rank"),
 )
 
 
@@ -262,6 +270,11 @@ def check(config: Config) -> Config:
     if not config.loss.clip_low <= 1:
         raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected at most 1")
     _check_rollout(config.rollout)
+    if config.rollout.carrier == "lora" and not config.model.lora_rank:
+        raise ConfigError(
+            "rollout.carrier=lora: this run trains whole weights and has no adapter to send; set "
+            "model.lora_rank=16 (or another rank), or rollout.carrier=file (one machine) or nccl"
+        )
     if config.loss.minibatches > config.tasks:
         raise ConfigError(
             f"loss.minibatches={config.loss.minibatches}: at most one a task "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastturn.algorithms import algorithm_of
-from fastturn.config import Config, ConfigError
+from fastturn.config import Config
 from fastturn.dist import EveryRank, LeaderOnly, World
 from fastturn.meter import Follower, Meter
 from fastturn.policy import Policy
@@ -35,18 +35,15 @@ def _local(config: Config, policy: Policy, meter: Meter | Follower, progress: Pr
 def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Progress) -> Sampler:
     # Here, because carriers and the HTTP client cost time that local runs need not spend.
     from fastturn.carriers import CARRIERS
+    from fastturn.lora import adapter_config
     from fastturn.sampler.vllm import VllmSampler
 
     rollout = config.rollout
-    if rollout.carrier == "lora":
-        raise ConfigError(
-            "rollout.carrier=lora: this run trains whole weights and has no adapter to send; set "
-            "rollout.carrier=file (one machine) or nccl"
-        )
+    make = CARRIERS[rollout.carrier]
     return VllmSampler(
         rollout.urls,
         policy,
-        CARRIERS[rollout.carrier](),
+        make(adapter_config(policy.model)) if rollout.carrier == "lora" else make(),
         max_context=config.model.max_context,
         concurrency=rollout.concurrency,
         deadline_s=rollout.deadline_s,

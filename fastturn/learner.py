@@ -28,7 +28,7 @@ from fastturn.dist import World
 from fastturn.loss import Objective
 from fastturn.optim import Optimizers
 from fastturn.pack import PackedBatch, pack
-from fastturn.policy import Policy
+from fastturn.policy import Policy, WithoutAdapter
 from fastturn.publish import prove_logprobs, prove_version
 from fastturn.sharding import whole, whole_state
 from fastturn.types import Credit, SiblingGroup, Trajectory
@@ -95,7 +95,7 @@ class Learner:
     config: Config
     clock: Clock
     out: Path
-    reference: Policy | None = None
+    reference: Policy | WithoutAdapter | None = None
     world: World = field(default_factory=World.single)
     skips_in_row: int = 0
 

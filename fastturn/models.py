@@ -131,6 +131,13 @@ def check_layers(shape: Any, name: str) -> None:
         )
 
 
+def blocks(model: Any) -> list[Any]:
+    """The repeated layers, by the names that the model itself says must not be split."""
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    return found or list(model.base_model.layers)
+
+
 def remove_regularisation(shape: Any) -> None:
     """Every dropout probability to 0 and no router loss: the policy that is trained must be the
     policy that was sampled."""

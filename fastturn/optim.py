@@ -107,7 +107,8 @@ def warm_optimizer(model: nn.Module, config: Warm) -> Optimizers:
         members.append(Muon(matrices, lr=config.muon_lr))
     else:
         rest = matrices + rest
-    members.append(torch.optim.AdamW(rest, lr=config.lr, weight_decay=0.0, foreach=True))
+    if rest or not members:  # adapters are matrices only
+        members.append(torch.optim.AdamW(rest, lr=config.lr, weight_decay=0.0, foreach=True))
     return Optimizers(members, warmup=config.steps // 50, total=config.steps)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastturn import models
+from fastturn import lora, models
 from fastturn.attention import Attend, Backend, TreeAttention
 from fastturn.config import Config, ConfigError
 from fastturn.kernels import SurrogateOutput, linear_logprob, turn_surrogate
@@ -91,6 +91,8 @@ class Policy(nn.Module):
 
     @classmethod
     def _configured(cls, config: Config, model: PreTrainedModel) -> Policy:
+        if config.model.lora_rank:
+            lora.adapt(model, models.blocks(model), config)
         policy = cls(model, config.attention)
         if config.model.gradient_checkpointing:
             policy.checkpoint_activations()
@@ -247,6 +249,18 @@ class Policy(nn.Module):
                 f"{error:.2g} (bound {bound:.2g}); the model mixes tokens outside attention or "
                 f"changes its logits in a way that is not known here; choose another model"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutAdapter:
+    """Scores as the model did before it was adapted."""
+
+    policy: Policy
+
+    def score(self, batch: PackedBatch, temperature: float) -> torch.Tensor:
+        """See `Policy.score`."""
+        with lora.switched_off(self.policy.model):
+            return self.policy.score(batch, temperature)
 
 
 def _is_plain_embedding(module: nn.Module, weight_VD: torch.Tensor) -> bool:

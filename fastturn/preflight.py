@@ -6,6 +6,7 @@ not refuse. torch is imported only to look for a device that was asked for by na
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -26,6 +27,11 @@ def preflight(config: Config) -> None:
     check_context(config.context, config.model.max_context)
     check_device(config)
     check_model(config)
+    if config.model.lora_rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"model.lora_rank={config.model.lora_rank}: adapters need the package peft, which is "
+            f'not installed; run: pip install "fastturn[lora]", or set model.lora_rank=0'
+        )
 
 
 def check_data(config: Config) -> None:

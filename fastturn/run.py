@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from fastturn import checkpoint, models
+from fastturn import checkpoint, lora, models
 from fastturn.config import Config, ConfigError, as_dict
 from fastturn.dist import World
 from fastturn.engines import sampling_side
@@ -32,12 +32,12 @@ from fastturn.learner import Learner
 from fastturn.meter import Follower, Meter
 from fastturn.optim import training_optimizer, warm_optimizer
 from fastturn.plan import require_memory
-from fastturn.policy import Policy
+from fastturn.policy import Policy, WithoutAdapter
 from fastturn.preflight import preflight
 from fastturn.progress import Progress
 from fastturn.records import write_json
 from fastturn.render import Renderer
-from fastturn.sharding import Mirror, shard, whole_state
+from fastturn.sharding import Mirror, merged_state, on_host, shard
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.tree import Rollout
 from fastturn.types import Trunk
@@ -141,10 +141,14 @@ class Run:
 
     def _save_pretrained(self, name: str, with_tokenizer: bool = False) -> Path:
         """The whole model in the folder `name` of the run, written by the leader."""
-        state = whole_state(self.policy.model, keep=self.world.leader)
+        model, leader = self.policy.model, self.world.leader
+        state = merged_state(model, keep=leader)
+        adapter = on_host(lora.adapter(model), keep=leader)
 
         def write(part: Path) -> None:
-            self.policy.model.save_pretrained(part, state_dict=state)
+            model.save_pretrained(part, state_dict=state)
+            if adapter:
+                lora.write_adapter(model, adapter, part / "adapter")
             if with_tokenizer:
                 self.tokenizer.save_pretrained(part)
 
@@ -156,7 +160,9 @@ class Run:
         this moment as the frozen reference when there is a KL term."""
         config = self.config
         self.learner.optimizers = training_optimizer(self.policy.model, config.optim)
-        if config.loss.kl_coef > 0:
+        if config.loss.kl_coef > 0 and config.starts_as_reference:
+            self.learner.reference = WithoutAdapter(self.policy)
+        elif config.loss.kl_coef > 0:
             folder = self.out / "reference"
             if not self.world.first(folder.exists):
                 self._save_pretrained("reference")
@@ -346,7 +352,9 @@ def _restore(run: Run, state: dict[str, Any], folder: Path) -> None:
     if run.cursor.phase == "done" and run.cursor.iteration < run.config.iterations:
         run.cursor.phase, run.cursor.after = "train", {}  # a finished run that is to go on
     if run.cursor.phase != "warm":
-        if run.config.loss.kl_coef > 0 and not (run.out / "reference").exists():
+        config = run.config
+        copied = config.loss.kl_coef > 0 and not config.starts_as_reference
+        if copied and not (run.out / "reference").exists():
             raise RunError(
                 f"{run.out / 'reference'} is missing, the policy that the KL term refers to; "
                 f"restore the folder or start a new run"

@@ -9,8 +9,7 @@ over ranks, never averaged.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -24,8 +23,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from fastturn import lora
 from fastturn.config import ConfigError
 from fastturn.dist import World
+from fastturn.models import blocks
 from fastturn.policy import Policy
 
 
@@ -66,13 +67,6 @@ def shard(
     return policy
 
 
-def blocks(model: Any) -> list[nn.Module]:
-    """The repeated layers, by the names that the model itself says must not be split."""
-    names = set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    return found or list(model.base_model.layers)
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with all its elements; gathered (by all ranks together) when it is split."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -95,8 +89,19 @@ def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """Everything in host memory on ranks that `keep`; {} on the others, which take part."""
+    return on_host(gathered(model), keep)
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """As `whole_state`, with adapters added to the weights that they adapt."""
+    return on_host(((w.name, w.whole()) for w in lora.merged(model, kept(model))), keep)
+
+
+def on_host(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Tensors that are gathered one by one, in host memory on ranks that `keep`."""
     state = {}
-    for name, tensor in gathered(model):
+    for name, tensor in tensors:
         if keep:
             state[name] = tensor.cpu()
     return state

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_overlap import OneByOne
 from test_policy import OBJECTIVE, REFERENCE, V, tiny
 from test_trainer import small
 
-from fastturn import checkpoint, engines, trainer
+from fastturn import checkpoint, engines, lora, models, trainer
 from fastturn.config import Config, Optim, Sampling, Warm, override
 from fastturn.dist import DistError, EveryRank, LeaderOnly, World, mesh_shape, open_world
 from fastturn.learner import Learner
@@ -34,15 +35,16 @@ from fastturn.policy import Policy
 from fastturn.recipes import quickstart
 from fastturn.sampler.base import Request, SamplingParams
 from fastturn.sampler.local import LocalSampler
-from fastturn.sharding import Mirror, shard, whole, whole_state
+from fastturn.sharding import Mirror, merged_state, shard, whole, whole_state
 from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajectory, Turn
 
 STEPS = 10
-FAMILIES = ("qwen3", "llama")  # tied head, head of its own
+FAMILIES = ("qwen3", "llama", "qwen3+lora", "llama+lora")  # tied head, head of its own
 CUTS = ("3-7 in 1", "3-7 in 2", "3-7 in 4", "all-none in 1", "none-all in 2")
 CONFIG = Config(sampling=Sampling(temperature=OBJECTIVE.temperature), pack_tokens=60)
 OPTIMISERS: dict[str, Callable[[torch.nn.Module], Optimizers]] = {
     "adamw": lambda model: training_optimizer(model, Optim(lr=1e-3, warmup_steps=3)),
+    "lora": lambda model: training_optimizer(model, Optim(lr=1e-3)),
     "muon": lambda model: warm_optimizer(model, Warm(steps=20, lr=1e-3, muon_lr=0.02)),
 }
 
@@ -84,18 +86,31 @@ def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, torch
     for batch in batches:
         reference_A = torch.full_like(batch.behavior_A, REFERENCE)
         policy(batch, OBJECTIVE, reference_A).loss.backward()
-    return {n: whole(p.grad).clone() for n, p in policy.model.named_parameters()}
+    parameters = policy.model.named_parameters()
+    return {n: whole(p.grad).clone() for n, p in parameters if p.requires_grad}
+
+
+def adapted(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model whose adapters change its weights by about a fifth."""
+    model = tiny(family, dtype)
+    lora.adapt(model, models.blocks(model), override(Config(), ["model.lora_rank=4"]))
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    return model
 
 
 def policy_of(family: str, world: World, checkpointing: bool = False) -> Policy:
-    policy = Policy(tiny(family, torch.float32)).train()
+    name, plus, _ = family.partition("+")
+    policy = Policy(adapted(name) if plus else tiny(name, torch.float32)).train()
     if checkpointing:
         policy.checkpoint_activations()
     return shard(policy, world)
 
 
 def learner_of(name: str, world: World, out: Path) -> Learner:
-    policy = policy_of("qwen3", world)
+    policy = policy_of("qwen3+lora" if name == "lora" else "qwen3", world)
     optimizers = OPTIMISERS[name](policy.model)
     return Learner(policy, optimizers, CONFIG, Unmetered(), out, world=world)
 
@@ -155,6 +170,10 @@ def sharded(world: World, found: dict[str, Any]) -> None:
         {p.dtype for p in policy.parameters()},
         mirror.policy.head().weight_VD.dtype,
     )
+    policy = shard(Policy(adapted("qwen3", torch.bfloat16)).train(), world)
+    found["half"] = gradients(policy, cut("3-7 in 2", world.rank))
+    policy = policy_of("qwen3+lora", world)
+    found["merged"] = merged_state(policy.model, keep=True)
     policy = policy_of("qwen3", world)
     batch = cut("3-7 in 1", world.rank)[0]
     found["score"] = policy.score(batch, 0.7)

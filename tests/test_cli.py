@@ -390,7 +390,7 @@ def test_the_plan_knows_the_limits_of_the_parts():
 def test_serve_passes_the_recipe_on(monkeypatch, capsys):
     calls: list[Any] = []
     monkeypatch.setattr("fastturn.serve.serve", lambda config, **rest: calls.append((config, rest)))
-    pairs = ["model.width=128", "rollout.carrier=lora"]
+    pairs = ["model.width=128", "model.lora_rank=8", "rollout.carrier=lora"]
     assert prints(capsys, "serve", "quickstart", *pairs, "--port", "8001", "--run") == ""
     [(config, rest)] = calls
     assert config.model.width == 128

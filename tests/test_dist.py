@@ -21,6 +21,7 @@ from fastturn.pack import pack
 from fastturn.policy import Policy
 from fastturn.recipes import quickstart
 from fastturn.records import read_lines, untimed
+from fastturn.sharding import merged_state
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # pytest's import mode leaves it out
@@ -105,6 +106,18 @@ def test_gradients_of_two_ranks_are_those_of_one_process(found, family, checkpoi
     for name in ranks.CUTS:
         for rank in (0, 1):
             assert error(found[rank][f"{family} {checkpointing} {name}"], want) <= 1e-6, name
+
+
+def test_adapters_beside_weights_of_another_type_and_merged_weights(found):
+    want = ranks.gradients(Policy(ranks.adapted("qwen3")), pack(ranks.groups(), 10_000))
+    plain = ranks.gradients(
+        Policy(ranks.adapted("qwen3", torch.bfloat16)), pack(ranks.groups(), 10_000)
+    )
+    merged = merged_state(ranks.adapted("qwen3"), keep=True)
+    for one in found:
+        assert all(gradient.dtype == torch.float32 for gradient in one["half"].values())
+        assert 0 < error(one["half"], want) <= 2 * error(plain, want)
+        assert error(one["merged"], merged) <= 1e-6
 
 
 def test_replicas_beside_shards_and_scores(found):

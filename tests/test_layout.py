@@ -42,7 +42,7 @@ LEFT = (
 # runs it, the one for vLLM servers publishes and proves it.
 IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "store", "vllm")}
 RIGHT = (
-    *("policy", "loss", "optim", "publish", "carriers", "checkpoint", "learner"),
+    *("policy", "loss", "lora", "optim", "publish", "carriers", "checkpoint", "learner"),
     *("dist", "sharding", "lifeline"),
     *("meter", "records", "trackers", "provenance"),
 )

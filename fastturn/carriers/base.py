@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from fastturn.carriers.packing import Meta, aligned
+from fastturn.lora import Weight, merged
 from fastturn.sampler.server import EngineError, Server
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -156,22 +157,24 @@ class FullWeights:
 
     Iterating is a collective when parameters are sharded (FSDP2): every rank iterates, and the
     gather of one tensor overlaps the sending of those before it. `meta` gathers nothing. Tensors
-    that are tied appear once; those of wide types come first (`packing.aligned`).
+    that are tied appear once; those of wide types come first (`packing.aligned`). Adapters are
+    added to the weights that they adapt, under the names of a model without them.
     Example: `NcclCarrier().send(FullWeights(policy.model), 3, servers)`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._parameters():
-            whole: Any = parameter.detach()
-            yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        for weight in self._weights():
+            yield weight.name, weight.whole()
 
     def meta(self) -> list[Meta]:
         """(name, dtype, whole shape) in the order of iteration."""
-        return [(n, p.dtype, tuple(p.shape)) for n, p in self._parameters()]
+        return [(w.name, w.held.dtype, tuple(w.held.shape)) for w in self._weights()]
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        named = list(self.model.named_parameters())
-        return sorted(named, key=lambda pair: aligned((pair[0], pair[1].dtype, ())))
+    def _weights(self) -> list[Weight]:
+        held = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = merged(self.model, held)
+        return sorted(weights, key=lambda w: aligned((w.name, w.held.dtype, ())))

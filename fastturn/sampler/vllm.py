@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastturn import lora
 from fastturn.carriers.base import Carrier, FullWeights
 from fastturn.pack import pack
 from fastturn.policy import Policy
@@ -145,11 +146,11 @@ class VllmSampler:
 
     def _carry(self, version: int, members: Sequence[Member]) -> None:
         assert self.carrier is not None
-        weights = FullWeights(self.policy.model)
+        name, model = getattr(self.carrier, "adapter", None), self.policy.model
+        weights = lora.adapter(model) if name else FullWeights(model)
         self.carrier.send(weights, version, [member.server for member in members])
-        adapter = getattr(self.carrier, "adapter", None)
         for member in members:
-            member.model = adapter or member.model
+            member.model = name or member.model
 
     def _admit(self, member: Member) -> None:
         """A server that was away: believed when the canary holds, given the weights when not."""

@@ -86,6 +86,14 @@ def test_it_trains_on_what_the_servers_sampled(served: Served, tmp_path: Path) -
     assert len(versions) >= 2 and len(salts) == len(versions) + 1  # and the one of construction
 
 
+def test_servers_hold_the_merged_weights_of_an_adapted_run(served: Served, tmp_path: Path) -> None:
+    """Stages would be refused if what was published were not what is trained."""
+    config = configured(served, "model.lora_rank=4", "optim.lr=1e-2", "loss.kl_coef=0.01")
+    trainer.train(config, quickstart(), tmp_path / "run")
+    trained = [r for r in read_lines(tmp_path / "run" / "records.jsonl") if r.get("actions")]
+    assert trained and all(r["abs_log_ratio_max"] <= 1e-4 for r in trained)
+
+
 def test_when_all_servers_end_it_saves_and_a_resumed_run_goes_on(
     served: Served, tmp_path: Path
 ) -> None:
