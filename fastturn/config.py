@@ -1,4 +1,4 @@
-"""The whole configuration: frozen dataclasses, at most 60 keys, no other source of settings.
+"""The whole configuration: frozen dataclasses, at most 64 keys, no other source of settings.
 
 A recipe (`recipes.py`) is a function that returns a `Config`; `key=value` pairs on the command line
 override single fields (`override`). Derived numbers are properties here, so that the dry run, the
