@@ -10,6 +10,7 @@ import ast
 import math
 import operator
 import re
+import threading
 from collections.abc import Callable
 from decimal import Decimal
 
@@ -22,6 +23,9 @@ MAX_DEPTH = 100  # nesting of an expression (a sum of n terms nests n deep)
 MAX_DIGITS = 40  # digits of any integer on the way
 _BOUND = 10**MAX_DIGITS
 _ALPHABET = re.compile(r"[0-9eE+\-*/%(). \t\n]*")
+
+# Before CPython 3.13 two threads that parse at once can end in a SystemError (python/cpython#106905).
+_PARSING = threading.Lock()
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -53,7 +57,8 @@ def evaluate(expression: str) -> Number:
     if not _ALPHABET.fullmatch(expression):
         raise ToolError("only numbers, + - * / // % ** and parentheses are allowed")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        with _PARSING:
+            tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ToolError("not a valid expression") from None
     return _value(tree.body, 0)
