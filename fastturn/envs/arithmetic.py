@@ -24,7 +24,7 @@ MAX_DIGITS = 40  # digits of any integer on the way
 _BOUND = 10**MAX_DIGITS
 _ALPHABET = re.compile(r"[0-9eE+\-*/%(). \t\n]*")
 
-# Before CPython 3.13 two threads that parse at once can end in a SystemError (python/cpython#106905).
+# Two threads that parse at once can end in a SystemError before CPython 3.13 (gh-106905 there).
 _PARSING = threading.Lock()
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
