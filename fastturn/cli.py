@@ -150,6 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000, metavar="P")
     serve.add_argument("--host", default="127.0.0.1", help="dev routes are open to who reaches it")
     serve.add_argument("--python", metavar="BIN", help="interpreter of the environment with vLLM")
+    serve.add_argument(
+        "--tensor-parallel", type=_count, default=1, metavar="T", help="GPUs of the server"
+    )
+    launch = _command(commands, "launch", _launch, "print a job for several machines")
+    launch.add_argument("scheduler", choices=("slurm", "sky"), metavar="slurm|sky")
+    launch.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    _add_pairs(launch)
+    _add_cluster(launch)
     doctor = _command(commands, "doctor", _doctor, "check a recipe, its tasks and its servers")
     doctor.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
     _add_pairs(doctor)
@@ -182,6 +190,42 @@ def _add_pairs(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings that replace the recipe's (docs/configuration.md lists the keys)",
     )
+
+
+def _add_cluster(launch: argparse.ArgumentParser) -> None:
+    """Options whose names are fields of `cluster.Cluster`, whose defaults are theirs."""
+    for option, name, kind, text in (
+        ("--trainer-nodes", "trainers", int, "nodes that train"),
+        ("--server-nodes", "servers", int, "nodes with vLLM servers"),
+        ("--gpus-per-node", "gpus", int, "GPUs of a node (8)"),
+        ("--tensor-parallel", "parallel", int, "GPUs of a server (1)"),
+        ("--ready", "ready_s", int, "seconds that servers may take to start (1800)"),
+        ("--python", "python", str, "interpreter of the environment with vLLM"),
+        ("--partition", "partition", str, "of Slurm"),
+        ("--account", "account", str, "of Slurm"),
+        ("--time", "time", str, "of Slurm, for example 24:00:00"),
+        ("--accelerator", "accelerator", str, "of SkyPilot (H100)"),
+        ("--volume", "volume", str, "of SkyPilot: mounted at the folder above --out"),
+    ):
+        needed = name in ("trainers", "servers")
+        given: dict[str, Any] = {"dest": name, "type": kind, "required": needed, "help": text}
+        launch.add_argument(option, default=argparse.SUPPRESS, metavar=name[0].upper(), **given)
+    launch.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the run's folder; all nodes see it"
+    )
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from fastturn.cluster import Cluster, render
+
+    recipe = _recipe(options.recipe)
+    given = vars(options)
+    cluster = Cluster(**{f.name: given[f.name] for f in fields(Cluster) if f.name in given})
+    text = render(options.scheduler, cluster, options.recipe, recipe, options.pairs, options.out)
+    print(text, end="")
+    return 0
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -361,6 +405,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     config = override(_recipe(options.recipe), options.pairs)
     place = {"port": options.port, "host": options.host, "python": options.python}
+    place["parallel"] = options.tensor_parallel
     serve(config, run=options.run, carrier=config.rollout.carrier, **place)
     return 0
 

@@ -129,6 +129,7 @@ def serve_command(
     host: str = "127.0.0.1",
     carrier: ServeCarrier = "file",
     engine: Engine | None = None,
+    parallel: int = 1,
 ) -> ServeCommand:
     """The command for a recipe and a model folder (or hub id).
 
@@ -136,6 +137,7 @@ def serve_command(
     generation-config vllm          no top-p, top-k or temperature from the model's own file
     prefix caching                  siblings and shorter contexts re-read nothing
     carrier                         how weights will come: worker extension or transfer backend
+    parallel                        GPUs that the model is split over
     """
     engine = engine or Engine(("vllm", "serve"))
     argv = [*engine.script, model, "--host", host, "--port", str(port)]
@@ -143,6 +145,8 @@ def serve_command(
     argv += ["--max-model-len", str(config.model.max_context)]
     argv += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     argv += ["--enable-prefix-caching"]
+    if parallel > 1:
+        argv += ["--tensor-parallel-size", str(parallel)]
     # Servers of one seed draw the same numbers in the same order: siblings that two of them sample
     # would be copies of each other.
     argv += ["--seed", str(config.seed * 65536 + port)]
@@ -386,6 +390,7 @@ def serve(
     host: str = "127.0.0.1",
     carrier: ServeCarrier = "file",
     python: str | None = None,
+    parallel: int = 1,
 ) -> None:
     """Print the command on stdout, notes on stderr; with `run` start and supervise it."""
     engine = find_engine(python)
@@ -397,7 +402,8 @@ def serve(
     model = served_model(config)
     if engine is not None and engine.cpu:
         check_heads(model)
-    command = serve_command(config, model, port=port, host=host, carrier=carrier, engine=engine)
+    place = {"port": port, "parallel": parallel}
+    command = serve_command(config, model, host=host, carrier=carrier, engine=engine, **place)
     print(command, flush=True)
     if engine is None:
         print("note: no vLLM found here; options are those of its newest release", file=sys.stderr)

@@ -394,5 +394,5 @@ def test_serve_passes_the_recipe_on(monkeypatch, capsys):
     assert prints(capsys, "serve", "quickstart", *pairs, "--port", "8001", "--run") == ""
     [(config, rest)] = calls
     assert config.model.width == 128
-    place = {"port": 8001, "host": "127.0.0.1", "python": None}
+    place = {"port": 8001, "host": "127.0.0.1", "python": None, "parallel": 1}
     assert rest == {"run": True, "carrier": "lora", **place}

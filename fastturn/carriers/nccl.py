@@ -13,9 +13,10 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
@@ -31,9 +32,9 @@ OpenGroup = Callable[[TCPStore, int, Watch], Group]
 
 
 class NcclCarrier:
-    """`address`: this machine, as the servers reach it. `buffer_bytes`: least size of a packed
-    broadcast; two are alive at a time on either side. `sender`: False on the trainer's other ranks,
-    which take part in gathering only.
+    """`address`: this machine, as the servers reach it; empty: the address that reaches them.
+    `buffer_bytes`: least size of a packed broadcast; two are alive at a time on either side.
+    `sender`: False on the trainer's other ranks, which take part in gathering only.
 
     Example: `NcclCarrier("10.0.0.4").send(FullWeights(policy.model), 3, servers)`.
     """
@@ -42,7 +43,7 @@ class NcclCarrier:
 
     def __init__(
         self,
-        address: str = "127.0.0.1",
+        address: str = "",
         buffer_bytes: int = 1 << 30,
         timeout_s: float = 600.0,
         sender: bool = True,
@@ -91,13 +92,14 @@ class NcclCarrier:
     def _connect(self, servers: Sequence[Server]) -> None:
         sizes = [server.world_size() for server in servers]
         world = 1 + sum(sizes)
+        address = self.address or own_address(server.url for server in servers)
         listener = socket.create_server(("", 0))
         port = listener.getsockname()[1]
 
         def meet(server: Server) -> None:
             at = servers.index(server)
             info = {
-                "master_address": self.address,
+                "master_address": address,
                 "master_port": port,
                 "rank_offset": 1 + sum(sizes[:at]),
                 "world_size": world,
@@ -110,7 +112,7 @@ class NcclCarrier:
         meetings = [pool.submit(each, [server], meet) for server in servers]
         try:
             watch = _watcher(meetings, servers, "connect", self.timeout_s)
-            store = open_store(self.address, listener, world, self.timeout_s, watch)
+            store = open_store(address, listener, world, self.timeout_s, watch)
             self._group, self._store = self._open_group(store, world, watch), store
             for meeting in meetings:
                 if meeting.result()[0] is not None:
@@ -149,6 +151,24 @@ class NcclCarrier:
         whole = [s for s, fault in zip(servers, faults, strict=True) if fault is None]
         ends = iter(each(whole, lambda server: server.finish_update(self.timeout_s)))
         return [fault if fault is not None else next(ends) for fault in faults]
+
+
+def own_address(urls: Iterable[str]) -> str:
+    """The address that this machine reaches the servers from; of several that of another machine.
+
+    Example: `own_address(["http://127.0.0.1:8000"])` is "127.0.0.1". Nothing is sent.
+    """
+    found = []
+    for url in urls:
+        place = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((place.hostname, place.port or 80))
+            except OSError as error:
+                message = f"no way to {place.hostname}: {error}; nothing was published"
+                raise EngineError(message, phase="connect", url=url) from error
+            found.append(str(probe.getsockname()[0]))
+    return next((a for a in found if not a.startswith("127.")), found[0])
 
 
 def broadcast(group: Group, chunks: Any, watch: Watch) -> None:

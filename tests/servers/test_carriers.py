@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from fastturn.carriers import (
     NcclCarrier,
     PublishFailed,
 )
+from fastturn.carriers.nccl import own_address
 from fastturn.carriers.nccl_group import pickled_id
 from fastturn.carriers.packing import Chunk, in_order, pack, pack_into, unpack
 from fastturn.sampler.server import EngineError, Server
@@ -297,6 +299,25 @@ class Workers:
         return 200, {"message": "Weights updated"}
 
 
+def test_workers_are_told_an_address_that_they_can_reach(monkeypatch):
+    class Probe(socket.socket):
+        """A machine with a private network: nothing else is reached through it."""
+
+        def connect(self, place):
+            self.place = place[0]
+            if self.place == "nowhere":
+                raise OSError("no route")
+
+        def getsockname(self):
+            return ("127.0.0.1" if self.place == "127.0.0.1" else "10.0.0.4", 1)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert own_address(["http://127.0.0.1:8000"]) == "127.0.0.1"
+    assert own_address(["http://127.0.0.1:8000", "http://10.0.0.9:8001"]) == "10.0.0.4"
+    with pytest.raises(EngineError, match="no way to nowhere: no route; nothing was published"):
+        own_address(["http://nowhere:8000"])
+
+
 ROUND = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
@@ -313,6 +334,7 @@ def test_a_broadcast_reaches_all_servers(release, fake):
             assert all(torch.equal(of.got[name], sent[name]) for name in sent)
     assert [of.init["rank_offset"] for of in workers] == [1, 2]
     assert {of.init["world_size"] for of in workers} == {3}
+    assert {of.init["master_address"] for of in workers} == {"127.0.0.1"}
     assert workers[0].id == pickled_id(bytes(range(128)))
     # Packing was agreed upon in every update once, and is at the beginning since 0.28.
     assert ("packed" in workers[0].init) == (release != "0.22.0")
