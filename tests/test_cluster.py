@@ -179,6 +179,7 @@ def value(note: dict[str, object], option: str) -> str:
     return argv[argv.index(option) + 1]
 
 
+@pytest.mark.slow
 def test_every_role_starts_with_its_arguments_and_addresses(tmp_path):
     site = Site(tmp_path, FASTTURN)
     status, text = site.run()
@@ -239,6 +240,7 @@ def test_a_role_that_ends_early_ends_the_job_by_name(tmp_path, ways, named, reas
     assert status == 1 and re.search(named, text) and reason in text, text
 
 
+@pytest.mark.slow
 def test_a_job_that_is_nearly_out_of_time_saves_and_queues_again(tmp_path):
     site = Site(tmp_path, QUICK)
     process = site.start(site.cluster, trainer="wait", server="ok")

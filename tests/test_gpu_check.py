@@ -59,6 +59,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Dry:
     return Dry(done.returncode, done.stdout, done.stderr, rows, root)
 
 
+@pytest.mark.slow
 def test_everything_is_right_and_every_section_runs(dry: Dry) -> None:
     assert dry.status == 0, dry.text + dry.errors
     assert dry.text.rstrip().endswith("all correct")
@@ -68,6 +69,7 @@ def test_everything_is_right_and_every_section_runs(dry: Dry) -> None:
     assert " right, worst " in dry.text and "out of time" not in dry.text
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_the_checkout(dry: Dry) -> None:
     assert sorted(path.name for path in dry.root.iterdir()) == [
         "bench", "fastturn", "kernels", "out", "scripts",
@@ -75,6 +77,7 @@ def test_nothing_is_left_in_the_checkout(dry: Dry) -> None:
     assert not list(dry.root.glob("**/__pycache__"))
 
 
+@pytest.mark.slow
 def test_rows_have_the_schema_of_all_results(dry: Dry) -> None:
     names = [field.name for field in fields(record.Row)]
     assert all(list(row) == names for row in dry.rows)
@@ -86,6 +89,7 @@ def test_rows_have_the_schema_of_all_results(dry: Dry) -> None:
 @pytest.mark.parametrize(
     ("case", "module"), [("surrogate/", "turn_surrogate"), ("logprob/", "linear_logprob")]
 )
+@pytest.mark.slow
 def test_every_implementation_of_every_op_is_measured(case: str, module: str, dry: Dry) -> None:
     """Time, share of the measured ceiling and peak memory of each, beside plain torch."""
     want = {"time", "fraction of ceiling", "peak extra memory"}
@@ -98,17 +102,20 @@ def test_every_implementation_of_every_op_is_measured(case: str, module: str, dr
     "provider",
     ["fastturn triton", "fastturn torch", "sdpa, replicated rows", "sdpa, dense mask"],
 )
+@pytest.mark.slow
 def test_attention_is_measured_beside_its_peers(provider: str, dry: Dry) -> None:
     want = {"time", "fraction of ceiling", "peak extra memory"}
     assert want <= dry.metrics("attention/", provider)
 
 
+@pytest.mark.slow
 def test_the_packed_update_is_measured_beside_its_peers(dry: Dry) -> None:
     for provider in ("rows", "padded", "fastturn packed"):
         assert {"time", "fraction of ceiling"} <= dry.metrics("update/", provider)
     assert {"speed-up over rows", "speed-up / ideal"} <= dry.metrics("update/", "fastturn packed")
 
 
+@pytest.mark.slow
 def test_idle_rows_are_measured_against_live_ones(dry: Dry) -> None:
     for half in ("zero", "clipped"):
         (shape,) = {f"surrogate/{case.shape}, half {half}" for case in gpu_ops.TOY_HEADS}
@@ -116,6 +123,7 @@ def test_idle_rows_are_measured_against_live_ones(dry: Dry) -> None:
             assert "time / live" in dry.metrics(shape, f"fastturn {impl}")
 
 
+@pytest.mark.slow
 def test_each_peer_is_measured_or_named_with_the_reason(dry: Dry) -> None:
     for peer in gpu_ops.PEERS:
         named = any(

@@ -89,7 +89,7 @@ def test_rollout_and_training_agree_under_every_context_policy(tmp_path, context
     assert trained and all(r["abs_log_ratio_max"] <= 1e-4 for r in trained)
 
 
-@pytest.mark.parametrize("algorithm", ["rtpo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["rtpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_it_learns(tmp_path, algorithm):
     pairs = ["iterations=12", "optim.lr=2e-3", "data.eval_tasks=128", f"algorithm={algorithm}"]
     summary = run(tmp_path / "run", *pairs)
@@ -165,7 +165,10 @@ def three(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("after", [2, 8, 14])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("after", [pytest.param(2, marks=SLOW), 8, pytest.param(14, marks=SLOW)])
 def test_killed_anywhere_and_resumed_equals_never_killed(tmp_path, three, after):
     out = tmp_path / "killed"
     code = KILLED.format(tests=str(Path(__file__).parent))
