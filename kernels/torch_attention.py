@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dispatch import without_autocast
 from .tree_plan import Tile, TreePlan
 
 
@@ -42,45 +43,47 @@ class _TreeAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        groups = q_THE.shape[1] // k_TKE.shape[1]
-        q_KTGE = _inside(q_THE.unflatten(1, (-1, groups)), scale)
-        k_KTE, v_KTE = _inside(k_TKE), _inside(v_TKE)
-        out_KTGE = torch.empty_like(q_KTGE)
-        scratch = _Scratch(plan, q_KTGE, softcap)
-        for tile in plan.tiles:
-            p = scratch.probabilities(tile, _rows(q_KTGE, tile), _keys(k_KTE, tile))
-            out = torch.bmm(p, _keys(v_KTE, tile))
-            _put(out_KTGE, tile, out)
-        ctx.save_for_backward(q_KTGE, k_KTE, v_KTE, out_KTGE)
-        ctx.plan, ctx.scale, ctx.softcap, ctx.dtype = plan, scale, softcap, q_THE.dtype
-        return _outside(out_KTGE, q_THE.dtype).flatten(1, 2)
+        with without_autocast(q_THE.device):
+            groups = q_THE.shape[1] // k_TKE.shape[1]
+            q_KTGE = _inside(q_THE.unflatten(1, (-1, groups)), scale)
+            k_KTE, v_KTE = _inside(k_TKE), _inside(v_TKE)
+            out_KTGE = torch.empty_like(q_KTGE)
+            scratch = _Scratch(plan, q_KTGE, softcap)
+            for tile in plan.tiles:
+                p = scratch.probabilities(tile, _rows(q_KTGE, tile), _keys(k_KTE, tile))
+                out = torch.bmm(p, _keys(v_KTE, tile))
+                _put(out_KTGE, tile, out)
+            ctx.save_for_backward(q_KTGE, k_KTE, v_KTE, out_KTGE)
+            ctx.plan, ctx.scale, ctx.softcap, ctx.dtype = plan, scale, softcap, q_THE.dtype
+            return _outside(out_KTGE, q_THE.dtype).flatten(1, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
-        q_KTGE, k_KTE, v_KTE, out_KTGE = ctx.saved_tensors
-        plan: TreePlan = ctx.plan
-        do_KTGE = _inside(grad_THE.unflatten(1, (-1, q_KTGE.shape[2])))
-        # The row of padding stays zero: its output is never defined.
-        delta_KTG1 = torch.zeros_like(do_KTGE[..., :1])
-        torch.sum(do_KTGE[:, :-1] * out_KTGE[:, :-1], -1, keepdim=True, out=delta_KTG1[:, :-1])
-        dq_KTGE = torch.empty_like(q_KTGE)
-        dk_KTE, dv_KTE = torch.zeros_like(k_KTE), torch.zeros_like(v_KTE)
-        scratch = _Scratch(plan, q_KTGE, ctx.softcap)
-        for tile in plan.tiles:
-            q, k, do = _rows(q_KTGE, tile), _keys(k_KTE, tile), _rows(do_KTGE, tile)
-            p = scratch.probabilities(tile, q, k)
-            _add(dv_KTE, tile, torch.bmm(p.mT, do))
-            ds = torch.bmm(do, _keys(v_KTE, tile).mT, out=scratch.other(p))
-            ds.sub_(_rows(delta_KTG1, tile)).mul_(p)
-            if ctx.softcap is not None:
-                ds.mul_(scratch.slope(p))
-            _put(dq_KTGE, tile, torch.bmm(ds, k))
-            _add(dk_KTE, tile, torch.bmm(ds.mT, q))
-        dq_KTGE.mul_(ctx.scale)
-        dq_THE = _outside(dq_KTGE, ctx.dtype).flatten(1, 2)
-        dk_TKE, dv_TKE = _outside(dk_KTE, ctx.dtype), _outside(dv_KTE, ctx.dtype)
-        return dq_THE, dk_TKE, dv_TKE, None, None, None
+        with without_autocast(grad_THE.device):
+            q_KTGE, k_KTE, v_KTE, out_KTGE = ctx.saved_tensors
+            plan: TreePlan = ctx.plan
+            do_KTGE = _inside(grad_THE.unflatten(1, (-1, q_KTGE.shape[2])))
+            # The row of padding stays zero: its output is never defined.
+            delta_KTG1 = torch.zeros_like(do_KTGE[..., :1])
+            torch.sum(do_KTGE[:, :-1] * out_KTGE[:, :-1], -1, keepdim=True, out=delta_KTG1[:, :-1])
+            dq_KTGE = torch.empty_like(q_KTGE)
+            dk_KTE, dv_KTE = torch.zeros_like(k_KTE), torch.zeros_like(v_KTE)
+            scratch = _Scratch(plan, q_KTGE, ctx.softcap)
+            for tile in plan.tiles:
+                q, k, do = _rows(q_KTGE, tile), _keys(k_KTE, tile), _rows(do_KTGE, tile)
+                p = scratch.probabilities(tile, q, k)
+                _add(dv_KTE, tile, torch.bmm(p.mT, do))
+                ds = torch.bmm(do, _keys(v_KTE, tile).mT, out=scratch.other(p))
+                ds.sub_(_rows(delta_KTG1, tile)).mul_(p)
+                if ctx.softcap is not None:
+                    ds.mul_(scratch.slope(p))
+                _put(dq_KTGE, tile, torch.bmm(ds, k))
+                _add(dk_KTE, tile, torch.bmm(ds.mT, q))
+            dq_KTGE.mul_(ctx.scale)
+            dq_THE = _outside(dq_KTGE, ctx.dtype).flatten(1, 2)
+            dk_TKE, dv_TKE = _outside(dk_KTE, ctx.dtype), _outside(dv_KTE, ctx.dtype)
+            return dq_THE, dk_TKE, dv_TKE, None, None, None
 
 
 class _Scratch:

@@ -258,3 +258,22 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         tree_attention(**(good | change))
+
+
+def test_autocast_has_no_influence():
+    torch.manual_seed(0)
+    end_T = torch.tensor([6, 2, 6, 6, 6, 6])
+    shapes = ((6, 4, 16), (6, 2, 16), (6, 2, 16))
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    upstream_THE = torch.randn(6, 4, 16)
+
+    def found(inside: bool, backward_inside: bool) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out_THE = tree_attention(*leaves, end_T, impl="torch")
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward_inside):
+            return [out_THE, *torch.autograd.grad(out_THE, leaves, upstream_THE)]
+
+    plain = found(False, False)
+    for inside, backward_inside in ((True, False), (False, True), (True, True)):
+        for got, want in zip(found(inside, backward_inside), plain, strict=True):
+            assert torch.equal(got, want)
