@@ -73,6 +73,18 @@ class Shape:
         attention = 4 * (self.heads + self.kv_heads) * self.head_width
         return 5 * self.width + attention + 4 * self.mlp
 
+    def kept_token(self, checkpointing: bool) -> int:
+        """Numbers that all layers keep for one token: those of every layer, or every layer's input
+        and those of the one that is computed again."""
+        if checkpointing:
+            return self.activations_token + self.layers * self.width
+        return self.layers * self.activations_token
+
+    @property
+    def cache_token(self) -> int:
+        """Keys and values of one token. Example: 11 520 for SmolLM2-135M."""
+        return 2 * self.layers * self.kv_heads * self.head_width
+
 
 SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True, positions=8192)
 
@@ -169,13 +181,10 @@ def memory_gib(config: Config, ranks: int = 1) -> dict[str, float]:
     size = _compute_bytes(config)
     derived = derive(config)
     tokens = derived["tokens_microbatch"]
-    kept_layers = 1 if config.model.gradient_checkpointing else shape.layers
-    activations = tokens * shape.activations_token * kept_layers
-    if config.model.gradient_checkpointing:
-        activations += tokens * shape.width * shape.layers
+    activations = tokens * shape.kept_token(config.model.gradient_checkpointing)
     rows = -(-max(derived["rollouts_stage"], config.data.eval_tasks) // ranks)
     resident = min(rows * config.model.max_context, RESIDENT_TOKENS)
-    decode = resident * 2 * shape.layers * shape.kv_heads * shape.head_width * size
+    decode = resident * shape.cache_token * size
     logits = tokens * shape.vocabulary * 4
     uses = {
         "activations of a micro-batch": activations * size,
