@@ -40,7 +40,7 @@ from fastturn.preflight import check_data, preflight
 from fastturn.publish import TOLERANCE
 from fastturn.render import Renderer
 from fastturn.sampler.server import EngineError, Server, ServerInfo
-from fastturn.types import Ending
+from fastturn.types import Ending, Stop
 
 TESTED = ((0, 22), (0, 33))  # releases of vLLM, the second one excluded
 MOST_TRUNCATED, MOST_BAD_CALLS, LEAST_MIXED, LEAST_KEPT = 0.3, 0.2, 0.05, 0.5
@@ -285,6 +285,14 @@ def snapshots(patient: Patient) -> Finding:
                     f"{where}: the same action gave {answers[0]!r:.80} and {answers[1]!r:.80}",
                     "restore must bring back all that step reads (random state, files, clocks), "
                     "and no state may be shared between instances",
+                )
+            seen, now = (turn.reward, turn.events), (answers[0][1], answers[0][3])
+            if turn.completion.stop is Stop.STOP and seen != now:
+                return Finding(
+                    FAIL,
+                    f"{where}: restored, the action earns and raises {now!r:.80}; in the episode "
+                    f"it was {seen!r:.80}",
+                    "snapshot and restore must carry all that step reads",
                 )
             if pickle.dumps(point.env_state) != before:
                 return Finding(

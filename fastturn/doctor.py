@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastturn.checks import CHECKS
-from fastturn.config import Config, override
+from fastturn.config import Config
 from fastturn.dist import open_world
 from fastturn.patient import FAIL, PASS, SKIP, WARN, Patient, Unavailable
 from fastturn.progress import Progress
@@ -41,7 +41,10 @@ def examine(config: Config, progress: Progress) -> list[Line]:
     Example: of a server without prefix cache, `Line("server flags", "warn", "...: prefix cache
     off", "start servers with ...")`.
     """
-    config = override(config, ["trackers=none"])
+    rollout = config.rollout
+    deadline_s, patience_s = min(rollout.deadline_s, 30.0), min(rollout.patience_s, 5.0)
+    rollout = replace(rollout, deadline_s=deadline_s, patience_s=patience_s)
+    config = replace(config, trackers=("none",), rollout=rollout)
     mesh = config.model.dtype == "mixed" or config.dist.cpu_offload
     with ExitStack() as stack:
 

@@ -119,6 +119,14 @@ def test_an_environment_that_changes_its_snapshot(check_up):
     assert "copy" in line.remedy
 
 
+def test_an_environment_whose_restore_forgets(check_up, stopping):
+    line = check_up(
+        step="self.count = getattr(self, 'count', 0) + 1; "
+        "return dataclasses.replace(answer, done=False, reward=float(self.count))",
+    )["snapshots"]
+    assert line.status == "fail" and "in the episode it was" in line.measured
+
+
 def test_an_environment_that_raises(check_up):
     lines = check_up(
         restore="super().restore(snapshot); self.restored = True",
