@@ -37,6 +37,7 @@ class Job:
         return len(self.context_T) + len(self.places) * self.max_tokens
 
 
+Ask = tuple[Ids, int, int]  # context, most tokens, completions
 Found = tuple[wire.Choice, Member]
 Ended = tuple[Member, Job, wire.Reply | Failure | Exception]
 

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ import numpy as np
 
 from fastturn.sampler import wire
 from fastturn.sampler.base import SamplingParams
-from fastturn.sampler.calls import Call, Found, Job
+from fastturn.sampler.calls import Ask, Call, Found, Job
 from fastturn.sampler.members import PROBE_FIRST_S, Countdown, Failure, Member, Traffic
 from fastturn.sampler.routing import Router
 from fastturn.sampler.server import EngineError, Server, ServerInfo
@@ -90,7 +90,7 @@ class Fleet:
 
     def run(
         self,
-        asks: Sequence[tuple[Ids, int, int]],
+        asks: Sequence[Ask],
         params: SamplingParams,
         salt: str,
         vocabulary: int,
@@ -103,8 +103,7 @@ class Fleet:
         start = time.monotonic()
         answers: dict[int, list[Found]] = {}
         line = self.open(params, salt, vocabulary, answers.__setitem__)
-        for index, (context_T, max_tokens, n) in enumerate(asks):
-            line.submit(index, context_T, max_tokens, n)
+        line.submit(dict(enumerate(asks)))
         line.finish()
         self.traffic.wait_s += time.monotonic() - start
         return [found for index in range(len(asks)) for found in answers.get(index, [])]
@@ -381,9 +380,10 @@ class OpenCall:
         self._fleet, self._call = fleet, call
         self._future = asyncio.run_coroutine_threadsafe(fleet._run(call), fleet.loop)
 
-    def submit(self, key: Any, context_T: Ids, max_tokens: int, n: int) -> None:
-        """`n` completions of one context, answered together."""
-        self._tell(lambda: self._add(key, context_T, max_tokens, n))
+    def submit(self, asks: Mapping[Any, Ask]) -> None:
+        """Completions of each key are answered together. What comes in one call is looked at
+        together when servers are chosen."""
+        self._tell(lambda: self._add(asks))
 
     def on_failure(self, tell: Callable[[BaseException], None]) -> None:
         """`tell` gets what ends the call before `close`; in the client's thread."""
@@ -414,8 +414,9 @@ class OpenCall:
 
     # In the client's thread
 
-    def _add(self, key: Any, context_T: Ids, max_tokens: int, n: int) -> None:
-        self._call.add(key, context_T, max_tokens, n, self._fleet.router.keys(context_T))
+    def _add(self, asks: Mapping[Any, Ask]) -> None:
+        for key, (context_T, max_tokens, n) in asks.items():
+            self._call.add(key, context_T, max_tokens, n, self._fleet.router.keys(context_T))
         self._call.ended.put_nowait(None)
 
     def _seal(self) -> None:

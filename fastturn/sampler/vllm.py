@@ -27,7 +27,8 @@ from fastturn.policy import Policy
 from fastturn.publish import TOLERANCE, PublishError, prove_canary
 from fastturn.sampler import wire
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams, check_requests
-from fastturn.sampler.fleet import Fleet, Found
+from fastturn.sampler.calls import Ask, Found
+from fastturn.sampler.fleet import Fleet
 from fastturn.sampler.members import Member
 from fastturn.sampler.server import EngineError, Server, ServerInfo
 from fastturn.types import Boundary, Completion, Credit, Ending, Floats, Ids, Stop, Trajectory, Turn
@@ -265,8 +266,8 @@ class VllmSampler:
         self._check_ready(params)
         return ServerStream(self, params, answer)
 
-    def _ask(self, request: Request, params: SamplingParams) -> tuple[Ids, int, int]:
-        """(context, most tokens, completions) to ask for: greedy ones are all the same."""
+    def _ask(self, request: Request, params: SamplingParams) -> Ask:
+        """What to ask for; greedy completions are all the same."""
         n = len(request.seeds)
         budget = min(request.max_tokens, self.max_context - len(request.context_T))
         return request.context_T, budget, min(1, n) if params.temperature == 0 else n
@@ -314,7 +315,7 @@ class ServerStream:
         sampler = self._sampler
         check_requests([request], self._params, sampler._vocabulary, sampler.max_context)
         self._requests[key] = request
-        self._call.submit(key, *sampler._ask(request, self._params))
+        self._call.submit({key: sampler._ask(request, self._params)})
 
     def settle(self) -> None:
         """Nothing waits for this: requests are on their way already."""
