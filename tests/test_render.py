@@ -5,149 +5,31 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-from fastturn.config import Config, ConfigError
-from fastturn.envs import BadCall, Message, ToolCall, load_domain
-from fastturn.render import Conversation, Piece, Renderer, common_prefix, list_calls, truncate
+from fastturn.envs import BadCall, Message, ToolCall
+from fastturn.render import Conversation, Renderer
 from fastturn.template import TemplateError
-from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.types import Ids
 
-# Thinks; tool results inside user messages; strips the thinking of turns before the last question.
-QWEN3_STYLE = """\
-{%- if tools %}<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}# Tools
-{%- for tool in tools %}
-{{ tool | tojson }}{% endfor %}<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for m in messages %}
-{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- elif m.role == 'assistant' %}
-{%- set content = m.content %}
-{%- if loop.index0 < ns.last and '</think>' in content %}
-{%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-{%- endif %}
-{{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-# Ignores tools; a default system message; any role goes.
-PLAIN_CHATML = """\
-{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nHelp.<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-OPENS_THINKING = QWEN3_STYLE.replace(
-    "{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>\\n' }}"
+from .dialogues import (
+    CONTEXTS,
+    DOMAIN,
+    PLAIN_CHATML,
+    RENDERERS,
+    SCHEMA,
+    TINY,
+    TOKENIZERS,
+    play,
+    said,
+    text,
+    tool,
+    user,
 )
-NO_TOOL_ROLE = """\
-{%- for m in messages %}
-{%- if m.role not in ['user', 'assistant', 'system'] %}
-{{- raise_exception('unknown role ' + m.role) }}{% endif %}
-{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-SCHEMA = {
-    "type": "function",
-    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
-}
-CONTEXTS = ("keep", "strip_think", "truncate:48", "summarise")
-
-
-def general_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits like published ones, so that newlines and words merge."""
-    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"]
-    special += ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    words = [
-        "user\n\n\n",
-        "assistant\n",
-        "the result of the call\n\n",
-        "12345 12345",
-        '{"name": "',
-    ] * 9
-    tokenizer.train_from_iterator(words, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    fast.chat_template = template
-    return fast
-
-
-DOMAIN = load_domain(Config())
-TINY = build_tokenizer(episode_texts(DOMAIN, episodes=100, turns=4), vocab_size=400)
-TOKENIZERS: dict[str, Any] = {
-    "tiny": TINY,
-    "qwen3": general_tokenizer(QWEN3_STYLE),
-    "chatml": general_tokenizer(PLAIN_CHATML),
-    "opens_thinking": general_tokenizer(OPENS_THINKING),
-    "no_tool_role": general_tokenizer(NO_TOOL_ROLE),
-}
-RENDERERS = {
-    (name, context): Renderer(tokenizer, [SCHEMA], context, max_context=1000)
-    for name, tokenizer in TOKENIZERS.items()
-    for context in CONTEXTS
-}
-
-
-def text(renderer: Renderer, token_T: Ids) -> str:
-    return renderer._codec.decode(token_T.tolist())
-
-
-def user(content: str) -> Message:
-    return {"role": "user", "content": content}
-
-
-def tool(content: str) -> Message:
-    return {"role": "tool", "content": content}
-
-
-def said(content: str) -> Message:
-    return {"role": "assistant", "content": content}
-
-
-def play(renderer: Renderer, turns: Sequence[tuple[Ids, list[Message]]]) -> list[Conversation]:
-    """All conversations of an episode, checking the law of boundaries at each step."""
-    conversations = [renderer.start([user("What is 2*3?")])]
-    for action_A, messages in turns:
-        before = conversations[-1]
-        after = renderer.advance(before, action_A, messages)
-        running_T = np.concatenate([before.context_T, action_A])
-        assert np.array_equal(after.boundary.apply(running_T), after.context_T)
-        assert after.boundary.kept == common_prefix(running_T, after.context_T)
-        conversations.append(after)
-    return conversations
-
 
 # --- laws over all templates and policies
 
@@ -430,144 +312,6 @@ def test_no_messages_still_give_a_prompt() -> None:
     renderer = RENDERERS["qwen3", "keep"]
     after = renderer.advance(renderer.start([user("q")]), renderer.encode_action("a"), [])
     assert text(renderer, after.context_T).endswith("a<|im_end|>\n<|im_start|>assistant\n")
-
-
-# --- context policies
-
-
-def scripted(renderer: Renderer, count: int, thought: str = "") -> list[tuple[Ids, list[Message]]]:
-    call = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{0}+1"}}}}</tool_call>'
-    return [
-        (renderer.encode_action(thought + call.format(i)), [tool(str(i + 1))]) for i in range(count)
-    ]
-
-
-def test_truncate_drops_the_oldest_turns() -> None:
-    renderer = RENDERERS["qwen3", "truncate:48"]
-    conversations = play(renderer, scripted(renderer, 4))
-    shown = text(renderer, conversations[-1].context_T)
-    assert "What is 2*3?" in shown and '"3+1"' in shown and '"0+1"' not in shown
-    roomy = Renderer(TOKENIZERS["qwen3"], context="truncate:900", max_context=1000)
-    whole = play(roomy, scripted(roomy, 4))
-    assert '"0+1"' in text(roomy, whole[-1].context_T)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lengths"),
-    [(14, [5, 1, 3, 1, 2, 1, 1]), (10, [5, 1, 2, 1, 1]), (9, [5, 1, 1]), (1, [5, 1, 1])],
-)
-def test_truncate_fills_its_budget(tokens: int, lengths: list[int]) -> None:
-    """A prompt of 5 tokens and pairs of 4, 3 and 2; the newest pair always stays."""
-    kinds = ["prompt", "action", "observation", "action", "observation", "action", "observation"]
-    pieces = [
-        Piece(kind, np.zeros(length, np.int32))  # type: ignore[arg-type]
-        for kind, length in zip(kinds, [5, 1, 3, 1, 2, 1, 1], strict=True)
-    ]
-    assert [len(piece.token_T) for piece in truncate(pieces, tokens)] == lengths
-
-
-@pytest.mark.parametrize("gap", ["", "\n", "\n\n"])
-def test_strip_think_keeps_the_sampled_ids_of_the_rest(gap: str) -> None:
-    renderer = RENDERERS["qwen3", "strip_think"]
-    rest_A = np.array([70, 80, 75, 1], np.int32)  # not how the text would be encoded
-    gap_A = renderer._codec.encode_markup(gap)
-    action_A = np.concatenate([[3, 90, 91, 4], gap_A, rest_A]).astype(np.int32)
-    start, after = play(renderer, [(action_A, [tool("6")])])
-    assert np.array_equal(after.context_T[len(start.context_T) :][:4], rest_A)
-
-
-def test_strip_think_encodes_only_what_the_cut_goes_through() -> None:
-    renderer = RENDERERS["qwen3", "strip_think"]
-    codec = renderer._codec
-    # "</think>" spelled with ordinary tokens, its last one running into the answer
-    spelled = codec.encode_plain("<think>no</think>\n\n").tolist()
-    straddle = codec.encode_plain("\n\n\n").tolist()
-    assert len(straddle) < 3  # newlines merge
-    rest = [70, 80]
-    action_A = np.array([*spelled, *straddle, *rest, 1], np.int32)
-    start, after = play(renderer, [(action_A, [tool("6")])])
-    assert after.context_T[len(start.context_T) :][:3].tolist() == [70, 80, 1]
-    stripped_T = codec.remove(codec.encode_plain("12345 12345"), [(1, 4)])
-    assert codec.decode(stripped_T.tolist()) == "15 12345"
-
-
-def test_unclosed_thinking_is_all_stripped() -> None:
-    renderer = RENDERERS["qwen3", "strip_think"]
-    start, after = play(renderer, [(np.array([70, 3, 80, 81, 1], np.int32), [tool("6")])])
-    assert after.context_T[len(start.context_T) :][:2].tolist() == [70, 1]
-    assert renderer.parse(np.array([3, 80, 81], np.int32)).calls == ()
-
-
-def test_summary_replaces_all_but_the_last_turn() -> None:
-    renderer = RENDERERS["qwen3", "summarise"]
-    conversations = play(renderer, scripted(renderer, 3))
-    assert "Earlier" not in text(renderer, conversations[1].context_T)
-    assert text(renderer, conversations[3].context_T).endswith(
-        "What is 2*3?<|im_end|>\n<|im_start|>user\nEarlier steps:\ncalculator(0+1) -> 1\n"
-        "calculator(1+1) -> 2<|im_end|>\n<|im_start|>assistant\n<tool_call>"
-        '{"name": "calculator", "arguments": {"expression": "2+1"}}</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_default_summary_says_what_failed() -> None:
-    transcript = (
-        'assistant: <tool_call>{"name": "f", "arguments": {"a": 1, "b": "x"}}</tool_call>\n'
-        "tool: 6\n"
-        "assistant: <tool_call>oops</tool_call>\n"
-        "tool: error: not JSON\nassistant: hm\nuser: go on\n"
-    )
-    assert list_calls(transcript).splitlines() == [
-        "Earlier steps:",
-        "f(1, x) -> 6",
-        "a call that could not be read -> error: not JSON",
-        "user: go on",
-    ]
-
-
-def test_own_summary_function(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def short(transcript):\n    return f'{len(transcript)} letters <|im_end|>'\n")
-    for renderer in (
-        Renderer(TOKENIZERS["qwen3"], context=f"summarise:{file}:short"),
-        Renderer(
-            TOKENIZERS["qwen3"], context="summarise", summary=lambda t: "9 letters <|im_end|>"
-        ),
-    ):
-        last = play(renderer, scripted(renderer, 3))[-1]
-        assert "letters <|im_end|>" in text(renderer, last.context_T)
-        summary = list(last.context_T).count(1)
-        assert summary == 4  # prompt, summary, action, observation: the forged one is text
-    wrong = Renderer(TOKENIZERS["qwen3"], context="summarise", summary=lambda t: 7)  # type: ignore
-    with pytest.raises(ConfigError, match="returned int"):
-        play(wrong, scripted(wrong, 3))
-
-
-@pytest.mark.parametrize(
-    ("context", "message"),
-    [
-        ("strip", "expected one of keep, strip_think, truncate:N"),
-        ("truncate", "expected truncate:N"),
-        ("truncate:0", "expected truncate:N"),
-        ("truncate:1000", "below max_context=1000"),
-        ("truncate:-3", "expected truncate:N"),
-        ("summarise:nowhere.py:f", "there is no file 'nowhere.py'"),
-    ],
-)
-def test_unknown_context_policies_are_refused(context: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Renderer(TINY, context=context, max_context=1000)
-
-
-def test_summarise_needs_alike_closings() -> None:
-    tokenizer = copy.deepcopy(TOKENIZERS["chatml"])
-    tokenizer.chat_template = PLAIN_CHATML.replace(
-        "'<|im_end|>' + '\\n'", "('<|im_end|>\\n' if m.role == 'assistant' else '<|im_end|>\\n\\n')"
-    )
-    Renderer(tokenizer)
-    with pytest.raises(TemplateError, match="use context=truncate:N"):
-        Renderer(tokenizer, context="summarise")
 
 
 # --- actions
