@@ -13,7 +13,6 @@ the longer of the two.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import heapq
 import itertools
@@ -137,6 +136,7 @@ class SimulatedServers:
         self.inner.close()
 
     def stream(self, params: SamplingParams, answer: Callable[[Any, Any], None]) -> SimulatedStream:
+        """Answers come through `Time`, each at its moment, and not by `answer`."""
         return SimulatedStream(self, params, self.time.durations.slots)
 
 
@@ -291,16 +291,9 @@ def measure(name: str, durations: Durations) -> Iterator[Measured]:
             yield Measured(f"overlap/{name}", way, metric, unit, (value,), config)
 
 
-def arguments() -> argparse.ArgumentParser:
-    found = parser("overlap", __doc__, repeats=1)
-    found.add_argument(
-        "cases", nargs="*", type=one_of("case", CASES), help=f"any of {', '.join(CASES)}"
-    )
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(arguments(), argv)
+    found, kind = parser("overlap", __doc__, repeats=1), one_of("case", CASES)
+    found.add_argument("cases", nargs="*", type=kind, default=list(CASES), help=", ".join(CASES))
+    args = options(found, argv)
     args.device = "cpu"
-    chosen = args.cases or list(CASES)
-    return report("overlap", (m for name in chosen for m in measure(name, CASES[name])), args)
+    return report("overlap", (m for name in args.cases for m in measure(name, CASES[name])), args)

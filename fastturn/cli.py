@@ -1,4 +1,4 @@
-"""The command line: `fastturn train | eval | report | serve | doctor | recipes`.
+"""The command line: `fastturn train | eval | report | serve | doctor | launch | recipes`.
 
 torch and transformers are imported only by the commands that compute, so help, errors, recipes and
 the dry run answer at once. Exit status: 0 done, 1 the run failed, 2 bad input, 130 stopped by

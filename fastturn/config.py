@@ -287,9 +287,7 @@ def _check_rollout(rollout: Rollouts) -> None:
     urls = rollout.urls
     for name in rollout.overlap:
         if name not in OVERLAPS:
-            raise ConfigError(
-                f"rollout.overlap={name!r}: expected any of {', '.join(OVERLAPS)}, or none"
-            )
+            raise ConfigError(f"rollout.overlap={name!r}: expected any of {', '.join(OVERLAPS)}")
     if rollout.engine == "local":
         if urls:
             raise ConfigError(

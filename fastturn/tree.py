@@ -60,7 +60,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class Uncounted:
+class Untimed:
     """A clock for another thread: events count, time there is not the run's."""
 
     clock: Clock
@@ -120,7 +120,6 @@ class Rollout:
         n: int,
         key: tuple[object, ...],
         temperature: float | None = None,
-        span: str = "sibling_decode",
     ) -> list[SiblingGroup]:
         """`n` episodes from every point, each played to its end with the current policy.
 
@@ -128,7 +127,7 @@ class Rollout:
         keeps fewer than two of several siblings has nothing to compare and is left out as well
         (counted as `group_lost`).
         """
-        unfolding = self._start(self._siblings(points, n, key), temperature, span)
+        unfolding = self._start(self._siblings(points, n, key), temperature, "sibling_decode")
         return [group for chunk in unfolding.groups(at_once=True) for group in chunk]
 
     def unfold(
@@ -149,7 +148,7 @@ class Rollout:
         """Beside the caller when the sampler has devices of its own, else when the caller asks."""
         if not isinstance(self.sampler, Streaming):
             return Unfolding(self, cohorts, Inline(self._play(cohorts, temperature, span)), span)
-        elsewhere = replace(self, clock=Uncounted(self.clock))
+        elsewhere = replace(self, clock=Untimed(self.clock))
         items = elsewhere._play(cohorts, temperature, span)
         return Unfolding(self, cohorts, self.beside(items), span)
 

@@ -146,6 +146,7 @@ def agreement(world: World, found: dict[str, Any]) -> None:
         peers = kind(world, Unmetered())
         own = list(peers.mine(items))
         found[kind.__name__] = (own, peers.join([item.upper() for item in own]))
+        found[f"{kind.__name__} relay"] = [*peers.relay([own[:1], own[1:]])]
 
 
 def sharded(world: World, found: dict[str, Any]) -> None:

@@ -94,6 +94,8 @@ def test_every_rank_knows_the_same(found):
         assert one["mesh"].startswith("ConfigError: dist.shard_ranks=3: 2 ranks do not divide")
         assert one["EveryRank"] == (list("abcde")[rank::2], list("ABCDE"))
         assert one["LeaderOnly"] == ([] if rank else list("abcde"), list("ABCDE"))
+        assert one["EveryRank relay"] == [list("acebd")]
+        assert one["LeaderOnly relay"] == [["a"], list("bcde")]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -158,7 +158,7 @@ def test_when_all_teach_nothing_is_replaced(parts):  # noqa: F811
     ]
 
     class Played(Rollout):
-        def fork(self, points, n, key, temperature=None, span=""):
+        def fork(self, points, n, key, temperature=None):
             return unlike[: len(points)]
 
     fields = {name: getattr(run, name) for name in Rollout.__slots__}
