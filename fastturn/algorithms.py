@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from fastturn import credit, expand, passes, tree
 from fastturn.config import Config, ConfigError
-from fastturn.credit import Credits
+from fastturn.credit import Credits, attached
 from fastturn.episode import Point
 from fastturn.types import SiblingGroup
 
@@ -55,6 +55,7 @@ class Algorithm:
     """How an algorithm rolls out, what it credits and what it minimises.
 
     credit      groups, config -> advantages and weights
+    path        the same for what path rules say of every turn (`channels.py`)
     passes      groups, config, log-ratios -> credits, one optimiser step each on the same samples
                 (`passes.py`); None: the credit alone
     sample      rollout, points, n, key -> groups of n episodes a point (`tree.Rollout.fork`)
@@ -71,6 +72,7 @@ class Algorithm:
     """
 
     credit: Callable[..., Credits]
+    path: Callable[..., Credits] = attached
     sample: Callable[..., list[SiblingGroup]] = tree.Rollout.fork
     stages: Callable[..., Stages] | None = None
     passes: Callable[..., Iterator[Credits]] | None = None
@@ -88,6 +90,7 @@ class Algorithm:
         """The options with their defaults."""
         return {
             **_keywords(self.credit),
+            **_keywords(self.path),
             **_keywords(self.sample),
             **_keywords(self.stages),
             **_keywords(self.passes),
@@ -110,6 +113,7 @@ class Algorithm:
         return replace(
             self,
             credit=_bound(self.credit, options),
+            path=_bound(self.path, options),
             sample=_bound(self.sample, options),
             stages=self.stages and _bound(self.stages, options),
             passes=self.passes and _bound(self.passes, options),
@@ -137,6 +141,7 @@ STD = {"loss.normalize_std": "true"}
 ALGORITHMS: dict[str, Algorithm] = {
     "rtpo": Algorithm(
         credit.rtpo,
+        path=credit.rtpo,
         stages=expand.every_boundary,
         due=scheduled,
         reverse=True,
@@ -186,6 +191,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "arpo": Algorithm(credit.grpo, sample=expand.branched, presets=STD),
     "refuel": Algorithm(
         credit.refuel,
+        path=credit.refuel,
         stages=expand.one_boundary,
         surrogate="regression",
         presets={"loss.kl_coef": "0"},

@@ -1,4 +1,4 @@
-"""The whole configuration: frozen dataclasses, at most 64 keys, no other source of settings.
+"""The whole configuration: frozen dataclasses, at most 68 keys, no other source of settings.
 
 A recipe (`recipes.py`) is a function that returns a `Config`; `key=value` pairs on the command line
 override single fields (`override`). Derived numbers are properties here, so that the dry run, the
@@ -30,6 +30,7 @@ class Data:
     path: str = ""
     eval_path: str = ""  # empty: held-out tasks are split off `path`
     eval_tasks: int = 256
+    rules: str = ""  # a file of path rules, besides those of the domain
     tool_timeout_s: float = 5.0  # deadline of one tool call
     env_timeout_s: float = 60.0  # deadline of one whole environment step
 
@@ -79,6 +80,7 @@ class Loss:
 @dataclass(frozen=True, slots=True)
 class Optim:
     lr: float = 1e-6
+    muon_lr: float = 0.0  # > 0: matrices by Muon at this rate, the rest by AdamW at `lr`
     beta2: float = 0.999
     weight_decay: float = 0.01
     warmup_steps: int = 0
@@ -93,6 +95,7 @@ class Warm:
     batch: int = 32  # demonstrations a step
     lr: float = 3e-3
     muon_lr: float = 0.0  # > 0: matrices by Muon at this rate, the rest by AdamW at `lr`
+    compliant: float = 0.0  # share of demonstrations that keep to the domain's path rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ class Config:
     trunks: int = 1  # M: trunks a task (RTPO)
     turns: int = 4  # K: most turns of an episode
     gamma: float = 1.0  # discount per sampled token
+    rewards: tuple[str, ...] = ("outcome", "penalty", "fulfilment")  # what trains, of `REWARDS`
+    anneal: float = 0.0  # violation-free share from which path rewards fade; 0: they never do
     context: str = "keep"  # what earlier turns look like: keep, strip_think, truncate:N, summarise
     pack_tokens: int = 4096  # token budget of one micro-batch
     attention: Literal["auto", "triton", "torch", "flex", "flash", "reference"] = "auto"
@@ -233,13 +238,15 @@ POSITIVE = (
     *("data.tool_timeout_s", "data.env_timeout_s", "data.eval_tasks"),
     *("rollout.concurrency", "rollout.deadline_s"),
 )
+REWARDS = ("outcome", "penalty", "fulfilment", "progress", "gated")
 OVERLAPS = ("stream", "prefetch", "none")
 NON_NEGATIVE = (
     *("seed", "iterations", "eval_every", "save.every", "warm.steps", "warm.lr", "warm.muon_lr"),
     *("loss.clip_low", "loss.clip_high", "loss.kl_coef"),
     *("optim.weight_decay", "optim.warmup_steps", "optim.clip_norm", "rollout.patience_s"),
-    *("dist.shard_ranks", "model.lora_rank"),
+    *("dist.shard_ranks", "model.lora_rank", "optim.muon_lr"),
 )
+SHARES = ("anneal", "warm.compliant")
 
 
 def check(config: Config) -> Config:
@@ -263,6 +270,14 @@ def check(config: Config) -> Config:
     for key in NON_NEGATIVE:
         if not values[key] >= 0:
             raise ConfigError(f"{key}={values[key]}: expected zero or more")
+    for key in SHARES:
+        if not 0 <= values[key] <= 1:
+            raise ConfigError(f"{key}={values[key]}: expected a share between 0 and 1")
+    for name in config.rewards:
+        if name not in REWARDS:
+            raise ConfigError(f"rewards={name!r}: expected any of {', '.join(REWARDS)}")
+    if not config.rewards or config.rewards == ("gated",):
+        raise ConfigError(f"rewards is empty: expected one or more of {', '.join(REWARDS[:-1])}")
     if not 0 < config.gamma <= 1:
         raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
     if not 0 <= config.optim.beta2 < 1:

@@ -62,6 +62,28 @@ def grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
     ]
 
 
+def attached(groups: Sequence[SiblingGroup], config: Config) -> Credits:
+    """Every reward stays with the turn that earned it: its advantage is the reward less the mean
+    over all turns of the group, over their standard deviation if asked for. Tokens weigh as in
+    GRPO. It is the path channel of algorithms that credit whole trajectories: spread over all
+    tokens, a penalty would teach the turns that obeyed as well (RLVP, section 3).
+
+    Example: turns with rewards (-.25, 0) and (0, 0): advantages (-.1875, .0625), (.0625, .0625).
+    """
+    result: Credits = []
+    for group, share in _shares(groups):
+        earned = np.array([turn.reward for t in group.siblings for turn in t.turns], np.float64)
+        ends = np.cumsum([len(t.turns) for t in group.siblings])[:-1]
+        advantages = np.split(_advantages(earned, config), ends)
+        result.append(
+            [
+                _credit(trajectory, advantage_U, share / trajectory.tokens_sampled, config)
+                for trajectory, advantage_U in zip(group.siblings, advantages, strict=True)
+            ]
+        )
+    return result
+
+
 def by_turn(groups: Sequence[SiblingGroup], config: Config) -> Credits:
     """GRPO's advantages with every turn normalised for itself: its tokens weigh `1/groups * 1/G *
     1/tokens of the turn`. Turns are then the agents of SeeUPO (Hu et al. 2026), one sequence each.

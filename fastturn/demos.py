@@ -39,7 +39,7 @@ def _play(
         action_A = renderer.encode_action(text)
         answer = env.step(renderer.parse(action_A))
         done = Completion(action_A, np.zeros(len(action_A), np.float32), -1, Stop.STOP)
-        turns.append(Turn(boundary, done, answer.reward, answer.events))
+        turns.append(Turn(boundary, done, answer.reward, answer.events, answer.path))
         if answer.done:
             ending = Ending.FINISHED
             break

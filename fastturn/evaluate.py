@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,9 @@ class Evaluation:
     eval_tasks: int
     tool_calls_mean: float  # of the sampled episodes
     turns_mean: float
+    violation_free: float  # no path rule broken, and ended; sampled
+    violation_free_greedy: float
+    hits: dict[str, float]  # path rules met, per sampled episode
 
     def record(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -44,6 +48,7 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
     rollout = replace(rollout, clock=Unmetered())
     roots = rollout.roots(tasks)
     sampled, greedy = _play(rollout, roots, 1.0), _play(rollout, roots, 0.0)
+    hits = Counter(hit.rule for t in sampled for turn in t.turns for hit in turn.path)
     calls = [sum(turn.events.count("tool_call") for turn in t.turns) for t in sampled]
     return Evaluation(
         success=sum(t.success for t in sampled) / len(tasks),
@@ -51,6 +56,9 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
         eval_tasks=len(tasks),
         tool_calls_mean=sum(calls) / max(1, len(calls)),
         turns_mean=sum(len(t.turns) for t in sampled) / max(1, len(sampled)),
+        violation_free=sum(t.violation_free for t in sampled) / len(tasks),
+        violation_free_greedy=sum(t.violation_free for t in greedy) / len(tasks),
+        hits={rule: n / max(1, len(sampled)) for rule, n in sorted(hits.items())},
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fastturn.algorithms import algorithm_of
+from fastturn.channels import credited, folded
 from fastturn.checkpoint import atomic_folder
 from fastturn.config import Config
 from fastturn.credit import Array, Credits, zero_advantage
@@ -88,7 +89,8 @@ class Totals:
 
 @dataclass(slots=True)
 class Learner:
-    """Policy, optimiser and the rule that joins them. `reference` (frozen) only with a KL term."""
+    """Policy, optimiser and the rule that joins them. `reference` (frozen) only with a KL term;
+    `path_scale`: what the path channel counts beside the outcome."""
 
     policy: Policy
     optimizers: Optimizers
@@ -98,6 +100,7 @@ class Learner:
     reference: Policy | WithoutAdapter | None = None
     world: World = field(default_factory=World.single)
     skips_in_row: int = 0
+    path_scale: float = 1.0
 
     def update(
         self,
@@ -250,19 +253,20 @@ class Learner:
         the next of them when the step of the last one has been taken."""
         config, algorithm = self.config, algorithm_of(self.config)
 
-        def credited(chunk: Sequence[SiblingGroup]) -> Credits:
-            return algorithm.credit(chunk, config)
+        def credit(chunk: Sequence[SiblingGroup]) -> Credits:
+            return credited(algorithm, chunk, config, self.path_scale)
 
         def packed(credits: Credits) -> list[PackedBatch]:
             with self.clock.span("pack"):
                 return self.pack(credits, whole_groups)
 
         if algorithm.passes is None:
-            yield Part(chunks, planned, credited, packed)
+            yield Part(chunks, planned, credit, packed)
             return
         groups = [group for chunk in chunks for group in chunk]
-        new, shown = groups, credited(groups)
-        for credits in algorithm.passes(groups, config, self.log_ratios):
+        new, shown = groups, credit(groups)
+        one_channel = [folded(group, config, self.path_scale) for group in groups]
+        for credits in algorithm.passes(one_channel, config, self.log_ratios):
             yield Pass(credits, packed, new, shown)
             new, shown = [], []
 

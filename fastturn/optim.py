@@ -1,6 +1,6 @@
-"""Optimisers and the update rule's bookkeeping: AdamW for training, Muon with AdamW for warm start.
+"""Optimisers and the update rule's bookkeeping: AdamW, or Muon with AdamW for what is no matrix.
 
-Matrices of the blocks take weight decay and, in the warm start, orthogonalised momentum; norms,
+Matrices of the blocks take weight decay and, where Muon has a rate, orthogonalised momentum; norms,
 biases and embeddings take neither.
 """
 
@@ -86,44 +86,50 @@ class Optimizers:
 
 
 def training_optimizer(model: nn.Module, config: Optim) -> Optimizers:
-    """AdamW with linear warm-up; weight decay on matrices only."""
-    matrices, rest = split_parameters(model)
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(0.9, config.beta2),
-        weight_decay=config.weight_decay,
-        foreach=True,
+    """Linear warm-up; weight decay on matrices only, and these by Muon when `muon_lr` is set."""
+    return Optimizers(
+        _members(model, config, (0.9, config.beta2), config.weight_decay), config.warmup_steps
     )
-    return Optimizers([adamw], config.warmup_steps)
 
 
 def warm_optimizer(model: nn.Module, config: Warm) -> Optimizers:
     """Linear decay to zero over the warm start; matrices by Muon when `muon_lr` is set."""
-    matrices, rest = split_parameters(model)
-    members: list[torch.optim.Optimizer] = []
-    if config.muon_lr > 0:
-        members.append(Muon(matrices, lr=config.muon_lr))
-    else:
-        rest = matrices + rest
-    if rest or not members:  # adapters are matrices only
-        members.append(torch.optim.AdamW(rest, lr=config.lr, weight_decay=0.0, foreach=True))
+    members = _members(model, config, (0.9, 0.999), 0.0)
     return Optimizers(members, warmup=config.steps // 50, total=config.steps)
+
+
+def _members(
+    model: nn.Module, rates: Optim | Warm, betas: tuple[float, float], weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    matrices, rest = split_parameters(model)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    members: list[torch.optim.Optimizer] = []
+    if rates.muon_lr > 0:
+        members.append(Muon(matrices, rates.muon_lr, weight_decay))
+        groups = groups[1:] if rest else []  # adapters are matrices only
+    if groups:
+        members.append(torch.optim.AdamW(groups, lr=rates.lr, betas=betas, foreach=True))
+    return members
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose matrix is replaced by the nearest orthogonal one (Jordan et al., 2024).
 
     For a matrix [A, B] with gradient g: `m <- .95 m + .05 g`, `u = .05 g + .95 m`, then
-    `w <- w - lr * max(1, A / B) ** .5 * orthogonal(u)`. Split matrices keep split momenta; the
-    update alone is gathered, one matrix at a time, because orthogonality is of the whole.
+    `w <- (1 - lr * weight_decay) w - lr * max(1, A / B) ** .5 * orthogonal(u)`. Split matrices keep
+    split momenta; the update alone is gathered, one matrix at a time, because orthogonality is of
+    the whole.
     """
 
     MOMENTUM = 0.95
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -139,6 +145,8 @@ class Muon(torch.optim.Optimizer):
                 update = matrix.grad.lerp(state["momentum"], self.MOMENTUM)
                 rows, columns = matrix.shape
                 rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                if group["weight_decay"]:
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(_orthogonal(update).to(matrix.dtype), alpha=-rate)
 
 

@@ -145,7 +145,8 @@ class _Table:
             completion = completions[place - first]
             episode.tokens_sampled += len(completion.action_A)
             if completion.stop is Stop.LENGTH:
-                self._end_turn(episode, completion, 0.0, ("truncated",), Ending.TRUNCATED)
+                unanswered = Observation(events=("truncated",))
+                self._end_turn(episode, completion, unanswered, Ending.TRUNCATED)
                 continue
             action = self.play.renderer.parse(completion.action_A)
             self.acting[key[0], place] = completion
@@ -170,7 +171,7 @@ class _Table:
             error,
             exc_info=error,
         )
-        self._end_turn(episode, completion, 0.0, (event,), Ending.FAILED)
+        self._end_turn(episode, completion, Observation(events=(event,)), Ending.FAILED)
 
     def _answer(self, episode: Episode, completion: Completion, answer: Observation) -> None:
         """Book the turn, then either end the episode or move on to the next boundary."""
@@ -186,7 +187,7 @@ class _Table:
                 ending = Ending.CONTEXT
             elif episode.tokens_sampled >= config.sampling.episode_tokens:
                 ending = Ending.TRUNCATED
-        self._end_turn(episode, completion, answer.reward, answer.events, ending)
+        self._end_turn(episode, completion, answer, ending)
         if ending is None:
             episode.conversation, episode.boundary = following, following.boundary
 
@@ -194,14 +195,15 @@ class _Table:
         self,
         episode: Episode,
         completion: Completion,
-        reward: float,
-        events: tuple[str, ...],
+        answer: Observation,
         ending: Ending | None,
     ) -> None:
         clock = self.play.clock
-        episode.turns.append(Turn(episode.boundary, completion, reward, events))
+        episode.turns.append(
+            Turn(episode.boundary, completion, answer.reward, answer.events, answer.path)
+        )
         episode.ending = ending
-        for event in events:
+        for event in (*answer.events, *(f"{hit.channel}_{hit.rule}" for hit in answer.path)):
             clock.count(event)
         if ending is not None:
             clock.count(f"ending_{ending}")

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastturn.config import ConfigError
-from fastturn.envs.base import Action, BadCall, Message, ToolCall, load_function
+from fastturn.envs.base import Action, BadCall, Message, ToolCall
 from fastturn.envs.calls import END_THINK, THINK, parse_action
+from fastturn.envs.loading import load_function
 from fastturn.template import ChatTemplate, Codec
 from fastturn.template import TemplateError as TemplateError
 from fastturn.types import Boundary, Ids

@@ -61,7 +61,8 @@ class RunError(RuntimeError):
 class Cursor:
     """What comes next. `stage` counts the finished stages of the iteration in hand (its trunks are
     in the checkpoint when it is not 0). `before`, `after`: first and last evaluation, once known.
-    `tally` sums over the iteration in hand, `totals` over the run."""
+    `tally` sums over the iteration in hand, `totals` over the run. `streak`: iterations in a row
+    whose episodes kept to the path rules as often as `anneal` asks."""
 
     phase: Literal["warm", "train", "done"] = "warm"
     warm_step: int = 0
@@ -72,6 +73,7 @@ class Cursor:
     after: dict[str, Any] = field(default_factory=dict)
     tally: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
+    streak: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON types; `from_dict` is its inverse."""

@@ -11,7 +11,8 @@ from fastturn.types import Trajectory
 
 
 def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") -> None:
-    """Add finished episodes to the iteration's sums; trunks have their own successes."""
+    """Add finished episodes to the iteration's sums; trunks have their own successes. What rules
+    say is of whole episodes: those that begin at turn 0, trunks included."""
     for episode in episodes:
         tally["rollouts"] += 1
         tally[f"{prefix}episodes"] += 1
@@ -20,16 +21,23 @@ def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") 
         tally[f"{prefix}turns"] += len(episode.turns)
         tally[f"{prefix}action_tokens"] += episode.tokens_sampled
         tally[f"{prefix}ending_{episode.ending}"] += 1
+        if episode.first_turn == 0:
+            tally["whole"] += 1
+            tally["violation_free"] += episode.violation_free
+            tally["whole_turns"] += len(episode.turns)
+            tally.update(f"hit_{hit.rule}" for turn in episode.turns for hit in turn.path)
 
 
 def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) -> dict[str, Any]:
     """The record of an iteration; its sums are added to the run's `totals`."""
     totals.update({k: tally[k] for k in ("rollouts", "tokens_packed", "tokens_flat")})
     totals.update({k: tally[k] for k in ("groups", "groups_silent")})
+    totals["dead"] += not tally["steps"]
 
     def mean(name: str, over: str = "episodes") -> float:
         return tally[name] / tally[over] if tally[over] else 0.0
 
+    hits = {k.removeprefix("hit_"): mean(k, "whole") for k in sorted(tally) if k[:4] == "hit_"}
     endings = {k.removeprefix("ending_"): n for k, n in tally.items() if k.startswith("ending_")}
     return {
         "iteration": iteration,
@@ -41,6 +49,10 @@ def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) 
         "turns_mean": mean("turns"),
         "action_tokens_mean": mean("action_tokens"),
         "zero_advantage_share": mean("groups_silent", "groups"),
+        "dead": not tally["steps"],
+        "violation_free": mean("violation_free", "whole"),
+        "whole_turns_mean": mean("whole_turns", "whole"),
+        "hits": hits,
         "tokens_packed": tally["tokens_packed"],
         "tokens_flat": tally["tokens_flat"],
         "endings": dict(sorted(endings.items())),

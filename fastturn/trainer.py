@@ -21,7 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import numpy as np
 
 from fastturn import tree
 from fastturn.algorithms import algorithm_of
+from fastturn.channels import faded, held, variance
 from fastturn.config import Config
 from fastturn.demos import demonstrate
 from fastturn.dist import World
@@ -153,6 +154,7 @@ def iterate(run: Run) -> None:
 def one_iteration(run: Run) -> dict[str, Any]:
     """Grow (or take up) the trunks, train every stage in reverse, record the iteration."""
     cursor = run.cursor
+    run.learner.path_scale = faded(cursor.streak)
     publish(run)
     stages = list(plan_stages(run))
     name = f"iteration {cursor.iteration + 1}"
@@ -169,6 +171,8 @@ def one_iteration(run: Run) -> dict[str, Any]:
                 stop_if_asked(run)
     record = iteration_record(cursor.iteration, cursor.tally, cursor.totals)
     run.record("iteration", record)
+    kept = held(record["violation_free"], run.config.anneal)
+    cursor.streak = cursor.streak + 1 if kept else 0
     warn_silence(run)
     if cursor.iteration == 0 and cursor.tally["episodes"]:
         warn_truncation(run, cursor.tally["ending_truncated"] / cursor.tally["episodes"])
@@ -270,13 +274,16 @@ def one_stage(
     for name, seconds in sampling.saved_s.items():
         cursor.totals[f"saved_{name}_s"] += seconds  # type: ignore[assignment]
     cursor.version += bool(record["steps"])
-    book(cursor.tally, [credit.trajectory for group in credits for credit in group])
-    for name in ("tokens_packed", "tokens_flat", "groups", "groups_silent"):
+    sampled = [[credit.trajectory for credit in group] for group in credits]
+    book(cursor.tally, [trajectory for group in sampled for trajectory in group])
+    for name in ("tokens_packed", "tokens_flat", "groups", "groups_silent", "steps"):
         cursor.tally[name] += record[name]
     cursor.tally["kl_behavior"] = record["kl_behavior"]
+    channels = asdict(variance(sampled, config, run.learner.path_scale))
     for name in ("log_ratio_sum", "actions_first"):
         cursor.totals[name] += record.pop(name)
-    run.record("stage", position | record | {"overlap_saved_s": sampling.saved_s})
+    saved = {"overlap_saved_s": sampling.saved_s}
+    run.record("stage", position | record | channels | saved)
     for sample in transcripts(credits, run.tokenizer, cursor.iteration, turn):
         run.meter.sample(sample)
     return grown
@@ -334,6 +341,10 @@ def conclude(run: Run) -> dict[str, Any]:
             "tokens_packed": totals["tokens_packed"],
             "tokens_flat": totals["tokens_flat"],
             "zero_advantage_share": totals["groups_silent"] / max(1, totals["groups"]),
+            "dead_share": totals["dead"] / max(1, cursor.iteration),
+            "violation_free_before": cursor.before["violation_free"],
+            "violation_free_after": cursor.after["violation_free"],
+            "violation_free_greedy_after": cursor.after["violation_free_greedy"],
             "overlap_saved_s": {name: totals[f"saved_{name}_s"] for name in ("stream", "prefetch")},
             "ratio_geomean": math.exp(totals["log_ratio_sum"] / first) if first else None,
         }

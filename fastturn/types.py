@@ -83,12 +83,34 @@ class Completion:
         assert self.action_A.shape == self.logprob_A.shape and self.action_A.ndim == 1
 
 
+class Channel(StrEnum):
+    """What an action can be credited for besides the outcome: kinds of path rules."""
+
+    PENALTY = "penalty"  # a bad move was made
+    FULFILMENT = "fulfilment"  # the good move that its penalty's rule asks for was made
+    PROGRESS = "progress"  # a potential of the state has changed
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A path rule that an action met: what that is worth, and which call of the action it was.
+
+    Example: `Hit("dial_outside_hours", Channel.PENALTY, -0.25, call=0)`.
+    """
+
+    rule: str
+    channel: Channel
+    value: float
+    call: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One decision: where it was taken (`boundary`), what was sampled (`completion`), what the
-    environment answered for it (`reward`, `events`).
+    environment answered for it (`reward`, `events`), and the path rules it met (`path`).
 
     `events` are named happenings that are counted: "tool_call", "bad_json", "unknown_tool", ...
+    `reward` is of the outcome alone; what rules say is in `path` and nowhere else.
     Example: a correct final answer is `Turn(boundary, completion, reward=1.0, events=("answer",))`.
     """
 
@@ -96,6 +118,7 @@ class Turn:
     completion: Completion
     reward: float = 0.0
     events: tuple[str, ...] = ()
+    path: tuple[Hit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +163,13 @@ class Trajectory:
     def success(self) -> bool:
         """Whether the rewards of its turns add up to 1 or more (undiscounted)."""
         return sum(turn.reward for turn in self.turns) >= 1.0
+
+    @property
+    def violation_free(self) -> bool:
+        """Whether no rule was broken and the episode came to its end: what is cut off or runs out
+        of turns has not shown that it would have kept to the rules."""
+        broken = any(hit.channel is Channel.PENALTY for turn in self.turns for hit in turn.path)
+        return self.ending is Ending.FINISHED and not broken
 
     @property
     def tokens_sampled(self) -> int:

@@ -16,10 +16,9 @@ from fastturn.envs.base import (
     Task,
     ToolCall,
     events_by_call,
-    load_domain,
-    load_function,
     register,
 )
+from fastturn.envs.loading import load_domain, load_function
 
 __all__ = [
     "DOMAINS",

@@ -7,19 +7,14 @@ tasks, and a scripted policy for the warm start. A new domain is a function from
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
 from fastturn.config import Config, ConfigError
+from fastturn.types import Hit
 
 Message = dict[str, Any]
 
@@ -70,11 +65,21 @@ class Action:
     text: str
     calls: tuple[ToolCall | BadCall, ...] = ()
 
+    @property
+    def call(self) -> ToolCall | None:
+        """The call of an action that makes one; None for an answer, or a call that is unreadable.
+
+        Path rules see actions of at most one call. Example: `Action("21")` has none.
+        """
+        first = self.calls[0] if self.calls else None
+        return first if isinstance(first, ToolCall) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The answer to one action: messages for the next turn, the reward of this turn, whether the
-    episode is over, and the named events to count.
+    episode is over, the named events to count, and the path rules that the action met (`rules.py`
+    fills them in; an environment leaves them out).
 
     Events of calls come first, in call order, and the events of each call begin with "tool_call"
     (`events_by_call` takes them apart). Example: a call that worked and one that was not JSON give
@@ -85,6 +90,7 @@ class Observation:
     reward: float = 0.0
     done: bool = False
     events: tuple[str, ...] = ()
+    path: tuple[Hit, ...] = ()
 
 
 class Env(Protocol):
@@ -116,9 +122,14 @@ class Domain(Protocol):
     next action" (without stop token); a domain that has none raises `ConfigError`.
     """
 
-    tools: list[dict[str, Any]]
-    train_tasks: Sequence[Task]
-    eval_tasks: Sequence[Task]
+    @property
+    def tools(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def train_tasks(self) -> Sequence[Task]: ...
+
+    @property
+    def eval_tasks(self) -> Sequence[Task]: ...
 
     def env(self) -> Env: ...
 
@@ -142,63 +153,6 @@ def register(
         return factory
 
     return add
-
-
-def load_domain(config: Config) -> Domain:
-    """The domain named by `data.domain`: a registered name, or `file.py:function`.
-
-    Raises `ConfigError` for an unknown name (the nearest is named), a missing file or function,
-    and `DomainError` for tasks that cannot be used.
-    """
-    name = config.data.domain
-    if ".py:" in name:
-        domain: Domain = load_function(name, "data.domain")(config)
-        return domain
-    if name not in DOMAINS:
-        near = difflib.get_close_matches(name, DOMAINS, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"data.domain={name!r}: expected one of {', '.join(sorted(DOMAINS))} or a function of "
-            f"yours as file.py:function; the nearest is {near!r}"
-        )
-    return DOMAINS[name](config)
-
-
-def load_function(reference: str, key: str) -> Callable[..., Any]:
-    """The function that `file.py:name` refers to; `key` is the setting named in errors.
-
-    Example: `load_function("my_env.py:weather", "data.domain")`. Raises `ConfigError`.
-    """
-    file, _, name = reference.rpartition(":")
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(
-            f"{key}={reference!r}: there is no file {file!r}; give a path that exists from "
-            f"{Path.cwd()}"
-        )
-    function = getattr(_load_module(path.resolve()), name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"{key}={reference!r}: {file} has no function {name!r}; define it there or name "
-            f"another one"
-        )
-    result: Callable[..., Any] = function
-    return result
-
-
-def _load_module(path: Path) -> ModuleType:
-    """The module in the file `path`, loaded once under a name of its own, so that its classes can
-    be pickled (snapshots) and no installed module is shadowed."""
-    name = f"fastturn_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def events_by_call(events: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -1,0 +1,112 @@
+"""Domains and functions by name: registered ones, and those in a file of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fastturn.config import Config, ConfigError
+from fastturn.envs.base import DOMAINS, Domain
+from fastturn.rules import Rule, Ruled, checked
+
+
+def load_domain(config: Config) -> Domain:
+    """The domain named by `data.domain` (a registered name, or `file.py:function`), judged by its
+    own path rules and those of the file `data.rules`, where there are any.
+
+    Raises `ConfigError` for an unknown name (the nearest is named), a missing file or function, or
+    rules that cannot be trained on, and `DomainError` for tasks that cannot be used.
+    """
+    domain = _named(config)
+    rules = checked([*getattr(domain, "rules", ()), *_own_rules(config.data.rules)])
+    trained = set(config.rewards) - {"outcome"}
+    if trained and not rules and config.rewards != Config().rewards:
+        raise ConfigError(
+            f"rewards={','.join(config.rewards)}: data.domain={config.data.domain!r} has no path "
+            f"rules; declare some (docs/rules.md) in a file and name it by data.rules, or leave "
+            f"rewards out"
+        )
+    compliant = config.warm.compliant
+    if compliant and not hasattr(domain, "compliant_demonstrator"):
+        raise ConfigError(
+            f"warm.compliant={compliant}: data.domain={config.data.domain!r} has no "
+            f"compliant_demonstrator to show it; define one (docs/rules.md), or set 0"
+        )
+    return Ruled(domain, rules, compliant) if rules or compliant else domain
+
+
+def _own_rules(file: str) -> list[Rule]:
+    """The rules declared in a file, in their order there."""
+    if not file:
+        return []
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(
+            f"data.rules={file!r}: there is no such file; give a path that exists from {Path.cwd()}"
+        )
+    declared = vars(_load_module(path.resolve())).values()
+    rules = [value for value in declared if isinstance(value, Rule)]
+    if not rules:
+        raise ConfigError(
+            f"data.rules={file!r}: the file declares no rule; decorate a function with "
+            f"fastturn.rules.penalty, fulfilment or progress"
+        )
+    return rules
+
+
+def _named(config: Config) -> Domain:
+    name = config.data.domain
+    if ".py:" in name:
+        domain: Domain = load_function(name, "data.domain")(config)
+        return domain
+    if name not in DOMAINS:
+        near = difflib.get_close_matches(name, DOMAINS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"data.domain={name!r}: expected one of {', '.join(sorted(DOMAINS))} or a function of "
+            f"yours as file.py:function; the nearest is {near!r}"
+        )
+    return DOMAINS[name](config)
+
+
+def load_function(reference: str, key: str) -> Callable[..., Any]:
+    """The function that `file.py:name` refers to; `key` is the setting named in errors.
+
+    Example: `load_function("my_env.py:weather", "data.domain")`. Raises `ConfigError`.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}={reference!r}: there is no file {file!r}; give a path that exists from "
+            f"{Path.cwd()}"
+        )
+    function = getattr(_load_module(path.resolve()), name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{key}={reference!r}: {file} has no function {name!r}; define it there or name "
+            f"another one"
+        )
+    result: Callable[..., Any] = function
+    return result
+
+
+def _load_module(path: Path) -> ModuleType:
+    """The module in the file `path`, loaded once under a name of its own, so that its classes can
+    be pickled (snapshots) and no installed module is shadowed."""
+    name = f"fastturn_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
