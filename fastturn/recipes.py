@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastturn.config import Config, Data, Loss, Model, Optim, Sampling, Save, Warm
 
@@ -43,7 +44,15 @@ def gsm8k_smollm2() -> Config:
     )
 
 
+def gsm8k_python_smollm2() -> Config:
+    """RTPO of SmolLM2-135M-Instruct on GSM8K with Python in a sandbox (set data.path)."""
+    recipe = gsm8k_smollm2()
+    data = replace(recipe.data, domain="math-python")
+    return replace(recipe, recipe="gsm8k-python-smollm2", data=data)
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
     "quickstart": quickstart,
     "gsm8k-smollm2": gsm8k_smollm2,
+    "gsm8k-python-smollm2": gsm8k_python_smollm2,
 }

@@ -41,7 +41,7 @@ def needed(tmp_path_factory) -> dict[str, list[str]]:
     file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
     lines = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {"gsm8k-smollm2": [f"data.path={file}"]}
+    return {name: [f"data.path={file}"] for name in ("gsm8k-smollm2", "gsm8k-python-smollm2")}
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))

@@ -1,6 +1,6 @@
 """Environments: the protocol (`base`), tools (`tools`), and the built-in domains.
 
-Importing this package registers "calculator" and "math".
+Importing this package registers the built-in domains.
 """
 
 from fastturn.envs import calculator, math  # noqa: F401  (registers the built-in domains)

@@ -1,4 +1,5 @@
-"""Domain "math": word problems from a jsonl file or a Hugging Face dataset, with a calculator.
+"""Word problems from a jsonl file or a Hugging Face dataset, with a calculator ("math"), with
+Python ("math-python"), or with Python whose variables are kept ("math-notebook").
 
 The answer is `\\boxed{...}`; reward 1 if it equals the gold answer, 0 if not. An action without a
 call ends the episode. Known formats are rows of the table `FORMATS`; a new one is one more row.
@@ -12,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,18 @@ from typing import Any
 import numpy as np
 
 from fastturn.config import Config, ConfigError
-from fastturn.envs import verify
+from fastturn.envs import toolsets, verify
 from fastturn.envs.answers import as_number, boxed
-from fastturn.envs.arithmetic import CALCULATOR, calculate
+from fastturn.envs.arithmetic import calculate
 from fastturn.envs.base import DomainError, Env, Message, Task, register
-from fastturn.envs.calculator import calculator_call
 from fastturn.envs.calls import spoken
-from fastturn.envs.tools import Grade, ToolEnv, ToolError
+from fastturn.envs.tools import Grade, ToolError
+from fastturn.envs.toolsets import Toolset
 
 _SPLIT_SEED = "held-out"  # the same held-out tasks for every run, whatever its seed
 _INSTRUCTIONS = (
-    "Solve the problem step by step. Use the calculator for arithmetic. When you know the result, "
-    "answer with \\boxed{result}."
+    "Solve the problem step by step. {advice} When you know the result, answer with "
+    "\\boxed{{result}}."
 )
 _ANNOTATION = re.compile(r"<<([^<>=]+)=[^<>]*>>")
 _QUANTITY = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -207,14 +209,16 @@ def split_problems(
     return training, list(first.values())
 
 
-@register("math")
 class MathDomain:
-    """Domain "math". `data.path` (and `data.eval_path`): a jsonl file or a dataset id; without
-    `data.eval_path`, `data.eval_tasks` problems are held out. Training problems that are also
-    held out are dropped. As in "calculator", schemas and instructions go into the prompt only for
-    a pretrained model (`model.path` is set)."""
+    """Word problems with the tools that `toolset` makes of `data.tool_timeout_s`. `data.path` (and
+    `data.eval_path`): a jsonl file or a dataset id; without `data.eval_path`, `data.eval_tasks`
+    problems are held out. Training problems that are also held out are dropped. As in "calculator",
+    schemas and instructions go into the prompt only for a pretrained model (`model.path` is set).
+    """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, toolset: Callable[[float], Toolset] = toolsets.calculator
+    ) -> None:
         data = config.data
         problems = read_problems(data.path, "data.path")
         if data.eval_path:
@@ -233,20 +237,20 @@ class MathDomain:
         self.train_tasks: Sequence[Task] = _tasks("train", training)
         self.eval_tasks: Sequence[Task] = _tasks("eval", held_out)
         self._described = bool(config.model.path)
-        self.tools: list[dict[str, Any]] = [CALCULATOR.schema] if self._described else []
-        self._timeout_s = data.tool_timeout_s
+        self._toolset = toolset(data.tool_timeout_s)
+        self.tools: list[dict[str, Any]] = [self._toolset.tool.schema] if self._described else []
         self._calls = config.turns - 1
         self._verifier = verify.Verifier(deadline_s=data.tool_timeout_s)
 
     def env(self) -> Env:
         """One episode."""
-        tools = {CALCULATOR.name: CALCULATOR}
-        return ToolEnv(tools, self._prompt, self._grade, self._timeout_s)
+        return self._toolset.env(self._prompt, self._grade)
 
     def _prompt(self, task: Task) -> list[Message]:
         messages = [{"role": "user", "content": task.data["question"]}]
         if self._described:
-            messages.insert(0, {"role": "system", "content": _INSTRUCTIONS})
+            instructions = _INSTRUCTIONS.format(advice=self._toolset.advice)
+            messages.insert(0, {"role": "system", "content": instructions})
         return messages
 
     def _grade(self, task: Task, text: str) -> Grade:
@@ -268,10 +272,15 @@ class MathDomain:
         def policy(messages: Sequence[Message]) -> str:
             done = sum(message["role"] == "tool" for message in messages)
             if done < len(usable):
-                return calculator_call(usable[done])
+                return self._toolset.call(usable[done])
             return f"\\boxed{{{task.data['answer']}}}"
 
         return policy
+
+
+register("math")(MathDomain)
+register("math-python")(partial(MathDomain, toolset=toolsets.python))
+register("math-notebook")(partial(MathDomain, toolset=toolsets.notebook))
 
 
 def _require_verifier(problems: Sequence[Problem]) -> None:

@@ -36,8 +36,8 @@ class Tool:
 
     `parameters` is a JSON schema of type object (its properties, required and enum are checked).
     `bounded` says that the function itself bounds its time: it is called directly, which saves the
-    thread (about 60 us) that otherwise enforces the deadline. Results that are not strings are
-    written as JSON, and cut at `max_chars` characters.
+    thread (about 60 us) that otherwise enforces the deadline; it raises `TimeoutError` when it is
+    late. Results that are not strings are written as JSON, and cut at `max_chars` characters.
 
     Example: `Tool("add", "a + b", {"type": "object", "properties": {"a": {"type": "integer"}, "b":
     {"type": "integer"}}, "required": ["a", "b"]}, lambda a, b: a + b)`.
@@ -107,6 +107,8 @@ def _run(call: ToolCall | BadCall, tools: Mapping[str, Tool], timeout_s: float) 
     outcome = _invoke(tool, call.arguments, None if tool.bounded else timeout_s)
     if outcome is None:
         return f"error: tool {tool.name} did not answer within {timeout_s:g} s", "tool_timeout"
+    if isinstance(outcome, TimeoutError):
+        return _cut(f"error: {outcome}", tool.max_chars), "tool_timeout"
     if isinstance(outcome, Exception):
         name = "" if isinstance(outcome, ToolError) else f"{type(outcome).__name__}: "
         return _cut(f"error: {name}{outcome}", tool.max_chars), "tool_error"
@@ -240,10 +242,10 @@ class ToolEnv:
         )
         return Observation(messages, events=tuple(e for reply in replies for e in reply.events))
 
-    def snapshot(self) -> Task | None:
+    def snapshot(self) -> Any:
         """The task (frozen), or None when the episode is over."""
         return self._task
 
-    def restore(self, snapshot: Task | None) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Continue from `snapshot`."""
         self._task = snapshot

@@ -8,21 +8,17 @@ on its memory and a deadline after which it is killed; the next question starts 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
-import json
 import os
-import selectors
-import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastturn.envs.answers import same_number
+from fastturn.envs.worker import Worker
 
-_WORKER = Path(__file__).with_name("verify_worker.py")
+_SCRIPT = Path(__file__).with_name("verify_worker.py")
 _START_S = 60.0  # importing symbolic algebra on a busy machine
 _REMEMBERED = 1 << 16  # verdicts
 MAX_ANSWER_CHARS = 300
@@ -56,7 +52,7 @@ class Verifier:
 
     def __init__(self, deadline_s: float = 5.0, memory_gib: float = 2.0) -> None:
         self._deadline_s, self._memory_gib = deadline_s, memory_gib
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._worker: Worker | None = None
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], Verdict] = {}
         atexit.register(self.close)
@@ -83,54 +79,21 @@ class Verifier:
             return Verdict(False, "math-verify is not installed: pip install math-verify")
         try:
             if self._worker is None:
-                self._start()
-            question = {"gold": gold, "answer": answer}
-            reply = self._exchange(json.dumps(question) + "\n", self._deadline_s)
+                self._worker = self._start()
+            reply = self._worker.ask({"gold": gold, "answer": answer}, self._deadline_s)
         except (OSError, TimeoutError) as error:
             self.close()
             return Verdict(False, str(error))
         return Verdict(bool(reply.get("right")), str(reply.get("error", "")))
 
-    def _start(self) -> None:
+    def _start(self) -> Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._worker = subprocess.Popen(
-            # -P: the script's own folder stays off the import path (it holds a `math.py`).
-            [sys.executable, "-P", str(_WORKER), str(self._memory_gib)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        self._exchange("", _START_S)
-
-    def _exchange(self, line: str, deadline_s: float) -> dict[str, object]:
-        """Send `line`, read one line of JSON before the deadline."""
-        worker = self._worker
-        assert worker is not None and worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write(line.encode())
-        worker.stdin.flush()
-        end, received = time.monotonic() + deadline_s, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(worker.stdout, selectors.EVENT_READ)
-            while not received.endswith(b"\n"):
-                if not selector.select(max(0.0, end - time.monotonic())):
-                    raise TimeoutError(f"no verdict within {deadline_s:g} s")
-                chunk = os.read(worker.stdout.fileno(), 65536)
-                if not chunk:
-                    raise OSError("the verifier process ended (out of memory, or killed)")
-                received += chunk
-        reply: dict[str, object] = json.loads(received)
-        return reply
+        # -P: the script's own folder stays off the import path (it holds a `math.py`).
+        command = [sys.executable, "-P", str(_SCRIPT), str(self._memory_gib)]
+        return Worker(command, environment, _START_S)
 
     def close(self) -> None:
         """End the worker; a later question starts a new one."""
         worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            if pipe is not None:
-                # Closing flushes what the killed worker never read.
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        if worker is not None:
+            worker.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from fastturn.config import Config, ConfigError, Data
@@ -279,8 +282,8 @@ def test_a_hostile_answer_is_killed_and_the_next_one_answered(verifier: Verifier
     worker = verifier._worker
     verifier._deadline_s = 0.5
     verdict = verifier.check("2", "9^{9^{9^9}}")
-    assert not verdict.right and "no verdict within 0.5 s" in verdict.error
-    assert worker is not None and worker.poll() is not None
+    assert not verdict.right and "no answer within 0.5 s" in verdict.error
+    assert worker is not None and not psutil.pid_exists(worker.pid)
     verifier._deadline_s = 20.0
     assert verifier.check("x+2", "2+x") == Verdict(True)
 
@@ -288,8 +291,7 @@ def test_a_hostile_answer_is_killed_and_the_next_one_answered(verifier: Verifier
 def test_a_dead_worker_is_an_error_not_a_crash(verifier: Verifier) -> None:
     assert verifier.check("x+3", "3+x").right
     assert verifier._worker is not None
-    verifier._worker.kill()
-    verifier._worker.wait()
+    os.kill(verifier._worker.pid, signal.SIGKILL)
     assert verifier.check("x+4", "4+x").error
     assert verifier.check("x+5", "5+x") == Verdict(True)
 
