@@ -16,21 +16,19 @@ Options of an algorithm are the keyword arguments of its functions, set by `algo
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastturn import credit, expand, passes, tree
 from fastturn.config import Config, ConfigError
 from fastturn.credit import Credits, attached
 from fastturn.episode import Point
+from fastturn.options import Option, chosen, keywords, nearest
 from fastturn.types import SiblingGroup
 
 T = TypeVar("T")
-Option = float | int | str
 Stages = Iterator[tuple[int, list[Point]]]
 
 
@@ -89,12 +87,12 @@ class Algorithm:
     def options(self) -> dict[str, Option]:
         """The options with their defaults."""
         return {
-            **_keywords(self.credit),
-            **_keywords(self.path),
-            **_keywords(self.sample),
-            **_keywords(self.stages),
-            **_keywords(self.passes),
-            **_keywords(self.due),
+            **keywords(self.credit),
+            **keywords(self.path),
+            **keywords(self.sample),
+            **keywords(self.stages),
+            **keywords(self.passes),
+            **keywords(self.due),
             "surrogate": self.surrogate,
         }
 
@@ -122,16 +120,8 @@ class Algorithm:
         )
 
 
-def _keywords(function: Callable[..., Any] | None) -> dict[str, Option]:
-    """Keyword-only arguments with their defaults: the options of an algorithm's function."""
-    if function is None:
-        return {}
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
 def _bound(function: Callable[..., T], options: Mapping[str, Option]) -> Callable[..., T]:
-    given = {name: options[name] for name in _keywords(function) if name in options}
+    given = {name: options[name] for name in keywords(function) if name in options}
     return partial(function, **given) if given else function
 
 
@@ -208,7 +198,7 @@ def algorithm_of(config: Config) -> Algorithm:
     if config.algorithm not in ALGORITHMS:
         raise ConfigError(
             f"algorithm={config.algorithm!r}: expected one of {', '.join(ALGORITHMS)}; "
-            f"the nearest is {_nearest(config.algorithm, ALGORITHMS)!r}"
+            f"the nearest is {nearest(config.algorithm, ALGORITHMS)!r}"
         )
     algorithm = ALGORITHMS[config.algorithm]
     return algorithm.given(_options(config, algorithm.options))
@@ -223,31 +213,11 @@ def presets(name: str) -> list[str]:
 
 def _options(config: Config, known: Mapping[str, Option]) -> dict[str, Option]:
     """What `algorithm_options` says, each value of the type of its default."""
-    chosen: dict[str, Option] = {}
-    for pair in config.algorithm_options:
-        name, separator, text = pair.partition("=")
-        if name not in known or not separator:
-            offered = ", ".join(f"{name}={value}" for name, value in known.items())
-            raise ConfigError(
-                f"algorithm_options={pair!r}: expected name=value with an option of "
-                f"{config.algorithm} ({offered}); the nearest is {_nearest(name, known)!r}"
-            )
-        kind = type(known[name])
-        try:
-            chosen[name] = kind(text)
-        except ValueError:
-            raise ConfigError(
-                f"algorithm_options: {name}={text!r}: expected a value of type {kind.__name__}, "
-                f"for example {name}={known[name]}"
-            ) from None
-    surrogate = chosen.get("surrogate", SURROGATES[0])
+    given = chosen(config.algorithm_options, known, "algorithm_options", config.algorithm)
+    surrogate = given.get("surrogate", SURROGATES[0])
     if surrogate not in SURROGATES:
         raise ConfigError(
             f"algorithm_options: surrogate={surrogate!r}: expected one of "
-            f"{', '.join(SURROGATES)}; the nearest is {_nearest(str(surrogate), SURROGATES)!r}"
+            f"{', '.join(SURROGATES)}; the nearest is {nearest(str(surrogate), SURROGATES)!r}"
         )
-    return chosen
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    return given

@@ -3,7 +3,7 @@
 Importing this package registers the built-in domains.
 """
 
-from fastturn.envs import calculator, math  # noqa: F401  (registers the built-in domains)
+from fastturn.envs import calculator, math, workshop  # noqa: F401  (registers the built-in domains)
 from fastturn.envs.base import (
     DOMAINS,
     Action,

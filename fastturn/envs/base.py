@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastturn.config import Config, ConfigError
+from fastturn.config import ConfigError
 from fastturn.types import Hit
 
 Message = dict[str, Any]
@@ -138,15 +138,15 @@ class Domain(Protocol):
     ) -> Callable[[Sequence[Message]], str]: ...
 
 
-DOMAINS: dict[str, Callable[[Config], Domain]] = {}
+Factory = Callable[..., Domain]
+DOMAINS: dict[str, Factory] = {}
 
 
-def register(
-    name: str,
-) -> Callable[[Callable[[Config], Domain]], Callable[[Config], Domain]]:
-    """Decorator: make a domain selectable by `data.domain=name`."""
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: make a domain selectable by `data.domain=name`, and the keyword-only arguments of
+    its function by `data.domain=name:option=value,...`."""
 
-    def add(factory: Callable[[Config], Domain]) -> Callable[[Config], Domain]:
+    def add(factory: Factory) -> Factory:
         if name in DOMAINS:
             raise ConfigError(f"the domain {name!r} is registered twice; choose another name")
         DOMAINS[name] = factory

@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,9 @@ from fastturn.config import Config, ConfigError
 from fastturn.envs.arithmetic import CALCULATOR, calculate
 from fastturn.envs.base import Env, Message, Task, register
 from fastturn.envs.calls import spoken
+from fastturn.envs.drawn import TrainTasks, held_out_tasks
 from fastturn.envs.tools import Grade, ToolEnv, ToolError
 
-TRAIN_TASKS = 1_000_000  # tasks are made when they are asked for
-_EVAL_SEED = "held-out"  # the same held-out tasks for every run, whatever its seed
 _STEP = re.compile(r"\s*-?\d+(?:\.\d+)?\s*[-+*/]\s*-?\d+(?:\.\d+)?\s*")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _INSTRUCTIONS = (
@@ -54,9 +53,13 @@ _TOOL = dataclasses.replace(
 )
 
 
-def draw(rng: random.Random) -> tuple[int, Steps, int]:
+def draw(rng: random.Random) -> dict[str, Any]:
     """A start value 10-99, two or three steps with at least one product, and the answer; every
-    value on the way is 0-9999. Example: `(37, (("*", 12), ("+", 45)), 489)`."""
+    value on the way is 0-9999.
+
+    Example: `{"question": "37*12 then +45", "start": 37, "steps": (("*", 12), ("+", 45)), "answer":
+    489}`.
+    """
     while True:
         start, count = rng.randint(10, 99), rng.randint(2, 3)
         signs = [rng.choice("*+-") for _ in range(count)]
@@ -65,7 +68,8 @@ def draw(rng: random.Random) -> tuple[int, Steps, int]:
         )
         values = list(running_values(start, steps))
         if "*" in signs and all(0 <= value <= 9999 for value in values):
-            return start, steps, values[-1]
+            asked = question(start, steps)
+            return {"question": asked, "start": start, "steps": steps, "answer": values[-1]}
 
 
 def running_values(start: int, steps: Steps) -> Iterator[int]:
@@ -79,50 +83,6 @@ def running_values(start: int, steps: Steps) -> Iterator[int]:
 def question(start: int, steps: Steps) -> str:
     """Example: `question(37, (("*", 12), ("+", 45)))` is "37*12 then +45"."""
     return f"{start}" + " then ".join(f"{sign}{operand}" for sign, operand in steps)
-
-
-class TrainTasks(Sequence[Task]):
-    """`TRAIN_TASKS` tasks made on demand; number i of a seed is always the same, and none asks what
-    a held-out task asks."""
-
-    def __init__(self, seed: int, held_out: frozenset[str]) -> None:
-        self._seed, self._held_out = seed, held_out
-
-    def __len__(self) -> int:
-        return TRAIN_TASKS
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        rng = random.Random(f"train {self._seed} {number}")
-        while True:
-            start, steps, answer = draw(rng)
-            if question(start, steps) not in self._held_out:
-                return _task(f"train-{self._seed}-{number}", start, steps, answer)
-
-
-def _task(name: str, start: int, steps: Steps, answer: int) -> Task:
-    data = {"question": question(start, steps), "start": start, "steps": steps, "answer": answer}
-    return Task(name, data)
-
-
-def held_out_tasks(count: int) -> list[Task]:
-    """`count` tasks with different contents, the same in every run."""
-    rng = random.Random(_EVAL_SEED)
-    tasks: dict[str, Task] = {}
-    while len(tasks) < count:
-        start, steps, answer = draw(rng)
-        asked = question(start, steps)
-        if asked not in tasks:
-            tasks[asked] = _task(f"eval-{len(tasks)}", start, steps, answer)
-    return list(tasks.values())
 
 
 def grade(task: Task, text: str) -> Grade:
@@ -148,9 +108,8 @@ class CalculatorDomain:
         self._described = bool(config.model.path)
         self._timeout_s = config.data.tool_timeout_s
         self.tools: list[dict[str, Any]] = [_TOOL.schema] if self._described else []
-        self.eval_tasks: Sequence[Task] = held_out_tasks(config.data.eval_tasks)
-        asked = frozenset(task.data["question"] for task in self.eval_tasks)
-        self.train_tasks: Sequence[Task] = TrainTasks(config.seed, asked)
+        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data.eval_tasks)
+        self.train_tasks: Sequence[Task] = TrainTasks(draw, config.seed, self.eval_tasks)
 
     def env(self) -> Env:
         """One episode."""

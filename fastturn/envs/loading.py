@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 import zlib
@@ -13,15 +12,17 @@ from typing import Any
 
 from fastturn.config import Config, ConfigError
 from fastturn.envs.base import DOMAINS, Domain
+from fastturn.options import chosen, keywords, nearest
 from fastturn.rules import Rule, Ruled, checked
 
 
 def load_domain(config: Config) -> Domain:
-    """The domain named by `data.domain` (a registered name, or `file.py:function`), judged by its
-    own path rules and those of the file `data.rules`, where there are any.
+    """The domain named by `data.domain` (a registered name, with options or without, or
+    `file.py:function`), judged by its own path rules and those of the file `data.rules`, where
+    there are any. Example: `data.domain=workshop:checks=4`.
 
-    Raises `ConfigError` for an unknown name (the nearest is named), a missing file or function, or
-    rules that cannot be trained on, and `DomainError` for tasks that cannot be used.
+    Raises `ConfigError` for an unknown name or option (the nearest is named), a missing file or
+    function, or rules that cannot be trained on, and `DomainError` for tasks that cannot be used.
     """
     domain = _named(config)
     rules = checked([*getattr(domain, "rules", ()), *_own_rules(config.data.rules)])
@@ -61,17 +62,19 @@ def _own_rules(file: str) -> list[Rule]:
 
 
 def _named(config: Config) -> Domain:
-    name = config.data.domain
-    if ".py:" in name:
-        domain: Domain = load_function(name, "data.domain")(config)
+    reference = config.data.domain
+    if ".py:" in reference:
+        domain: Domain = load_function(reference, "data.domain")(config)
         return domain
+    name, separator, options = reference.partition(":")
     if name not in DOMAINS:
-        near = difflib.get_close_matches(name, DOMAINS, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"data.domain={name!r}: expected one of {', '.join(sorted(DOMAINS))} or a function of "
-            f"yours as file.py:function; the nearest is {near!r}"
+            f"yours as file.py:function; the nearest is {nearest(name, DOMAINS)!r}"
         )
-    return DOMAINS[name](config)
+    factory = DOMAINS[name]
+    pairs = options.split(",") if separator else ()
+    return factory(config, **chosen(pairs, keywords(factory), "data.domain", name))
 
 
 def load_function(reference: str, key: str) -> Callable[..., Any]:

@@ -1,0 +1,244 @@
+"""A procedure in which care pays later: long, sparsely rewarded, and easily done too quickly.
+
+An order is a row of numbers, `47 82`. The policy calls `set` with each of them in turn; a wrong
+one spoils the piece and ends the episode. Then it may call `gauge` 1, 2, ..., and says `done` when
+it likes. Some pieces have a hidden flaw, which the last gauge mends; a flawed piece that was not
+mended fails. Reward 1 at the end if all went well, 0 otherwise.
+
+    steps     numbers of an order: each is a chance to spoil the piece
+    checks    gauges: what care costs, in turns
+    flaws     share of pieces with a flaw: what care is worth
+    careful   probability that a demonstration begins to gauge
+    slip      probability that a demonstration sets a wrong number
+    think     whether demonstrations say what comes next before they call (a scratch part that
+              `context=strip_think` drops from later contexts)
+
+Turns of an episode: at most steps + checks + 1. Without gauges (`checks=0`) nothing is hidden and
+it is a chain like the calculator's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fastturn.config import Config, ConfigError
+from fastturn.envs.base import Action, Env, Message, Observation, Task, register
+from fastturn.envs.calls import END_THINK, THINK
+from fastturn.envs.drawn import TrainTasks, held_out_tasks
+from fastturn.envs.tools import Tool, ToolError, run_calls
+
+_INSTRUCTIONS = (
+    "Call set with each number of the order, from left to right; a wrong number spoils the piece. "
+    "Then call gauge with 1, 2 and so on up to {checks}: the last one mends a hidden flaw, if "
+    "there is one. Then say: done"
+)
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+}
+
+
+def _unused(n: int) -> str:
+    raise AssertionError("every environment binds tools of its own")
+
+
+_SET = Tool("set", "Sets the next number of the order.", _PARAMETERS, _unused, bounded=True)
+_GAUGE = Tool("gauge", "Reads a gauge.", _PARAMETERS, _unused, bounded=True)
+
+
+def draw_order(rng: random.Random, *, steps: int, checks: int, flaws: float) -> dict[str, Any]:
+    """An order of `steps` numbers from 10 to 99, and whether its piece is flawed.
+
+    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4}`.
+    """
+    order = tuple(rng.randint(10, 99) for _ in range(steps))
+    flawed = checks > 0 and rng.random() < flaws
+    return {
+        "question": " ".join(map(str, order)),
+        "order": order,
+        "flawed": flawed,
+        "checks": checks,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The state of an episode: its task, how many numbers are set and gauges read, and whether a
+    wrong number has spoiled it."""
+
+    task: Task
+    placed: int = 0
+    gauged: int = 0
+    spoiled: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.placed == len(self.task.data["order"])
+
+    @property
+    def good(self) -> bool:
+        """Whether it would pass now."""
+        mended = not self.task.data["flawed"] or self.gauged == self.task.data["checks"]
+        return self.complete and mended and not self.spoiled
+
+
+class WorkshopEnv:
+    """One piece, from its order to the end. `prompt` gives the first messages of a task."""
+
+    def __init__(self, prompt: Callable[[Task], list[Message]], brief: bool) -> None:
+        self._prompt, self._brief = prompt, brief
+        self._piece: Piece | None = None
+        self._tools = {
+            _SET.name: replace(_SET, function=self._set),
+            _GAUGE.name: replace(_GAUGE, function=self._gauge),
+        }
+
+    def start(self, task: Task) -> list[Message]:
+        """Begin `task`; returns its first messages."""
+        self._piece = Piece(task)
+        return self._prompt(task)
+
+    def step(self, action: Action) -> Observation:
+        """Carry out the calls of `action`; without any it ends the episode and is rewarded."""
+        if not action.calls:
+            return Observation((), float(self._now.good), True, ("delivered",))
+        replies = run_calls(action, self._tools, timeout_s=0.0)  # they bound themselves
+        events = tuple(event for reply in replies for event in reply.events)
+        if self._now.spoiled:
+            return Observation((), 0.0, True, (*events, "spoiled"))
+        messages = tuple(
+            {"role": "tool", "content": "error"} if self._brief and reply.failed else reply.message
+            for reply in replies
+        )
+        return Observation(messages, events=events)
+
+    def snapshot(self) -> Piece | None:
+        """The piece as it is (frozen)."""
+        return self._piece
+
+    def restore(self, snapshot: Piece | None) -> None:
+        """Continue from `snapshot`."""
+        self._piece = snapshot
+
+    @property
+    def _now(self) -> Piece:
+        assert self._piece is not None, "start or restore comes before step"
+        return self._piece
+
+    def _set(self, n: int) -> str:
+        piece = self._now
+        if piece.complete:
+            raise ToolError("all numbers of the order are set")
+        right = piece.task.data["order"][piece.placed]
+        self._piece = replace(piece, placed=piece.placed + 1, spoiled=piece.spoiled or n != right)
+        return "ok"
+
+    def _gauge(self, n: int) -> str:
+        piece = self._now
+        if not piece.complete:
+            raise ToolError("set all numbers of the order first")
+        if piece.gauged == piece.task.data["checks"] or n != piece.gauged + 1:
+            raise ToolError(f"the gauges are 1 to {piece.task.data['checks']}, one after the other")
+        self._piece = replace(piece, gauged=n)
+        return "ok"
+
+
+@register("workshop")
+class Workshop:
+    """Domain "workshop"; its options are explained at the top of this file."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        steps: int = 2,
+        checks: int = 4,
+        flaws: float = 0.25,
+        careful: float = 0.5,
+        slip: float = 0.3,
+        think: int = 1,
+    ) -> None:
+        for name, value in {"flaws": flaws, "careful": careful, "slip": slip}.items():
+            if not 0 <= value <= 1:
+                raise ConfigError(f"data.domain: {name}={value}: expected a share from 0 to 1")
+        if not 1 <= steps <= 9 or not 0 <= checks <= 9:
+            raise ConfigError(
+                f"data.domain: steps={steps},checks={checks}: expected 1 to 9 steps, 0 to 9 checks"
+            )
+        if config.data.path:
+            raise ConfigError(
+                f"data.path={config.data.path!r}: the domain 'workshop' makes its own tasks; "
+                f"leave data.path empty"
+            )
+        draw = partial(draw_order, steps=steps, checks=checks, flaws=flaws)
+        self._script = partial(Demonstrator, careful=careful, slip=slip, think=bool(think))
+        self._described = bool(config.model.path)
+        self.tools: list[dict[str, Any]] = [_SET.schema, _GAUGE.schema] if self._described else []
+        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data.eval_tasks)
+        self.train_tasks: Sequence[Task] = TrainTasks(draw, config.seed, self.eval_tasks)
+
+    def env(self) -> Env:
+        """One episode."""
+        return WorkshopEnv(self._prompt, brief=not self._described)
+
+    def _prompt(self, task: Task) -> list[Message]:
+        messages = [{"role": "user", "content": task.data["question"]}]
+        if self._described:
+            content = _INSTRUCTIONS.format(checks=task.data["checks"])
+            messages.insert(0, {"role": "system", "content": content})
+        return messages
+
+    def demonstrator(
+        self, task: Task, rng: np.random.Generator
+    ) -> Callable[[Sequence[Message]], str]:
+        """A policy that knows the way, slips, and gauges or does not, so that a model that imitates
+        it has something to learn from rewards."""
+        return self._script(task, rng)
+
+
+@dataclass(slots=True)
+class Demonstrator:
+    """See `Workshop.demonstrator`. Reads where the episode is from the messages alone."""
+
+    task: Task
+    rng: np.random.Generator
+    careful: float
+    slip: float
+    think: bool
+
+    def __call__(self, messages: Sequence[Message]) -> str:
+        order, checks = self.task.data["order"], self.task.data["checks"]
+        done = sum(m["role"] == "tool" and m["content"] == "ok" for m in messages)
+        if done < len(order):
+            return self._call("set", self._slipped(order[done]))
+        gauge = done - len(order) + 1
+        stops = gauge == 1 and self.rng.random() >= self.careful
+        if gauge > checks or stops:
+            return self._thought("end", "done")
+        return self._call("gauge", gauge)
+
+    def _slipped(self, number: int) -> int:
+        if self.rng.random() >= self.slip:
+            return number
+        return 10 + (number - 10 + int(self.rng.integers(1, 90))) % 90
+
+    def _call(self, name: str, n: int) -> str:
+        return self._thought(f"{name} {n}", workshop_call(name, n))
+
+    def _thought(self, thought: str, text: str) -> str:
+        return f"{THINK}{thought}{END_THINK}{text}" if self.think else text
+
+
+def workshop_call(name: str, n: int) -> str:
+    """The text of a call. Example: `workshop_call("set", 47)` is
+    `<tool_call>{"name": "set", "arguments": {"n": 47}}</tool_call>`."""
+    call = {"name": name, "arguments": {"n": n}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"

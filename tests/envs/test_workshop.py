@@ -1,0 +1,198 @@
+"""Domain "workshop": orders, episodes, snapshots, demonstrations, options in the domain's name."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastturn.config import Config, ConfigError, Data, Model
+from fastturn.demos import demonstrate
+from fastturn.envs import Action, Env, Observation, Task, ToolCall, load_domain
+from fastturn.envs.calls import parse_action
+from fastturn.envs.workshop import Demonstrator, Workshop, workshop_call
+from fastturn.render import Renderer
+from fastturn.tokenizer import build_tokenizer, episode_texts
+
+CONFIG = Config(data=Data(domain="workshop"))
+DOMAIN = load_domain(CONFIG)
+
+
+def named(reference: str, **changes: object) -> Workshop:
+    domain = load_domain(replace(CONFIG, data=Data(domain=reference), **changes))  # type: ignore
+    assert isinstance(domain, Workshop)
+    return domain
+
+
+def order(*numbers: int, flawed: bool = False, checks: int = 2) -> Task:
+    data = {"question": "", "order": numbers, "flawed": flawed, "checks": checks}
+    return Task("t", data)
+
+
+def call(name: str, n: int) -> Action:
+    return parse_action(workshop_call(name, n))
+
+
+DONE = Action("done")
+OK = Observation(({"role": "tool", "content": "ok"},), events=("tool_call",))
+
+
+def played(task: Task, actions: Sequence[Action]) -> list[Observation]:
+    env = DOMAIN.env()
+    env.start(task)
+    return [env.step(action) for action in actions]
+
+
+GOOD = (call("set", 47), call("set", 82))
+
+
+@pytest.mark.parametrize("flawed", [False, True])
+@pytest.mark.parametrize("gauges", [0, 1, 2])
+def test_only_all_gauges_mend_a_flaw(flawed, gauges):
+    actions = [*GOOD, *(call("gauge", 1 + i) for i in range(gauges)), DONE]
+    *before, last = played(order(47, 82, flawed=flawed), actions)
+    assert before == [OK] * (2 + gauges)
+    assert last == Observation((), float(not flawed or gauges == 2), True, ("delivered",))
+
+
+def test_a_wrong_number_ends_the_episode():
+    first, second = played(order(47, 82), [GOOD[0], call("set", 81)])
+    assert first == OK
+    assert second == Observation((), 0.0, True, ("tool_call", "spoiled"))
+
+
+def test_an_unfinished_piece_fails():
+    assert played(order(47, 82), [GOOD[0], DONE])[-1].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("actions", "event"),
+    [
+        ([call("gauge", 1)], "tool_error"),  # before all numbers are set
+        ([*GOOD, call("gauge", 2)], "tool_error"),  # out of turn
+        ([*GOOD, call("set", 47)], "tool_error"),  # nothing left to set
+        ([*GOOD, call("gauge", 1), call("gauge", 2), call("gauge", 3)], "tool_error"),
+        ([Action("", (ToolCall("set", {"n": "47"}),))], "bad_arguments"),
+        ([Action("", (ToolCall("get", {"n": 47}),))], "unknown_tool"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_changes_nothing(actions, event):
+    task = order(47, 82, flawed=True)
+    *_, refused = played(task, actions)
+    assert refused == Observation(
+        ({"role": "tool", "content": "error"},), events=("tool_call", event)
+    )
+    way = (*GOOD, call("gauge", 1), call("gauge", 2))
+    rest = [a for a in way if a not in actions[:-1]]
+    assert played(task, [*actions, *rest, DONE])[-1].reward == 1.0
+
+
+actions_drawn = st.lists(
+    st.one_of(
+        st.just("next"),
+        st.builds(lambda n: ("gauge", n), st.integers(0, 5)),
+        st.builds(lambda n: ("set", n), st.integers(10, 99)),
+        st.just("done"),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def steps_of(env: Env, task: Task, words: Sequence[object]) -> list[Observation]:
+    """Observations until the episode ends; "next" sets the next right number."""
+    seen: list[Observation] = []
+    for word in words:
+        placed = min(env.snapshot().placed, len(task.data["order"]) - 1)
+        if word == "next":
+            word = ("set", task.data["order"][placed])
+        seen.append(env.step(DONE if word == "done" else call(*word)))  # type: ignore[misc]
+        if seen[-1].done:
+            break
+    return seen
+
+
+@given(before=actions_drawn, after=actions_drawn, index=st.integers(0, 999_999))
+@settings(max_examples=50, deadline=None)
+def test_restored_episodes_continue_alike(before, after, index):
+    task = DOMAIN.train_tasks[index]
+    env = DOMAIN.env()
+    env.start(task)
+    if any(observation.done for observation in steps_of(env, task, before)):
+        return
+    snapshot = env.snapshot()
+    stored = pickle.dumps(snapshot)
+    continued = steps_of(env, task, after)
+    for restored in (snapshot, snapshot, pickle.loads(stored)):
+        twin = DOMAIN.env()
+        twin.restore(restored)
+        assert steps_of(twin, task, after) == continued
+    assert pickle.dumps(snapshot) == stored
+
+
+def test_tasks_are_as_asked_for():
+    domain = named("workshop:steps=3,checks=1,flaws=0.4")
+    tasks = domain.train_tasks[:4000]
+    assert all(len(t.data["order"]) == 3 and t.data["checks"] == 1 for t in tasks)
+    assert all(10 <= n <= 99 for t in tasks for n in t.data["order"])
+    assert abs(np.mean([t.data["flawed"] for t in tasks]) - 0.4) < 0.035
+    plain = named("workshop:checks=0,flaws=1").train_tasks[:100]
+    assert not any(t.data["flawed"] for t in plain)
+
+
+def test_the_domain_errs_as_often_as_it_says():
+    """.8 ** 2 of the demonstrations spoil nothing; half of those gauge, which pays when flawed."""
+    domain = named("workshop:flaws=0.25,slip=0.2,careful=0.5,checks=3")
+    renderer = Renderer(build_tokenizer(episode_texts(domain, 50, 6), 334))
+    shown = demonstrate(domain, renderer, domain.train_tasks[:2000], 6, (0, "demo"))
+    events = [t.turns[-1].events[-1] for t in shown]
+    assert abs(events.count("spoiled") / len(events) - 0.36) < 0.035
+    expected = 0.64 * (0.5 + 0.5 * 0.75)
+    assert abs(np.mean([t.success for t in shown]) - expected) < 0.035
+    assert {len(t.turns) for t in shown if t.success} == {3, 6}
+
+
+def test_demonstrations_think_if_they_are_to():
+    task, rng = order(47, 82), np.random.default_rng(0)
+    faultless = {"careful": 1.0, "slip": 0.0}
+    asked = [{"role": "user", "content": ""}]
+    thinking, plain = (Demonstrator(task, rng, think=think, **faultless) for think in (True, False))
+    assert thinking(asked) == f"<think>set 47</think>{plain(asked)}"
+    assert plain(asked) == workshop_call("set", 47)
+
+
+def test_a_pretrained_model_gets_tools_and_instructions():
+    described = named("workshop:checks=3", model=Model(path="some/model"))
+    assert DOMAIN.tools == []
+    assert [tool["function"]["name"] for tool in described.tools] == ["set", "gauge"]
+    system, user = described.env().start(described.train_tasks[0])
+    assert "up to 3" in system["content"]
+    assert user["content"] == described.train_tasks[0].data["question"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("workshop:chekcs=4", r"data.domain='chekcs=4'.*option of workshop.*nearest is 'checks'"),
+        ("workshop:checks", "expected name=value"),
+        ("workshop:", "expected name=value"),
+        ("workshop:checks=some", "expected a value of type int"),
+        ("workshop:flaws=2", "expected a share from 0 to 1"),
+        ("workshop:steps=0", "expected 1 to 9 steps"),
+        ("calculator:steps=2", "calculator has no options"),
+        ("workshp:steps=2", "nearest is 'workshop'"),
+    ],
+)
+def test_domain_options_are_checked(reference, message):
+    with pytest.raises(ConfigError, match=message):
+        named(reference)
+
+
+def test_it_reads_no_file():
+    with pytest.raises(ConfigError, match="makes its own tasks"):
+        load_domain(replace(CONFIG, data=Data(domain="workshop", path="x.jsonl")))
