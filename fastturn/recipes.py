@@ -25,6 +25,28 @@ def quickstart() -> Config:
     )
 
 
+def frontdesk() -> Config:
+    """A small Qwen3 learns to run a front desk by its house rules, on a CPU, in three minutes."""
+    return Config(
+        recipe="frontdesk",
+        iterations=40,
+        tasks=32,
+        group_size=5,
+        turns=6,
+        data=Data(domain="frontdesk", eval_tasks=256),
+        model=Model(layers=2, width=64, vocabulary=448, max_context=256),
+        sampling=Sampling(turn_tokens=20, episode_tokens=96),
+        optim=Optim(lr=5e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
+        warm=Warm(steps=600, batch=32, lr=3e-3, muon_lr=0.02),
+        save=Save(every=20),
+    )
+
+
+def shell() -> Config:
+    """The same for the operator of a simulated machine."""
+    return replace(frontdesk(), recipe="shell", data=Data(domain="shell", eval_tasks=256))
+
+
 def gsm8k_smollm2() -> Config:
     """RTPO of SmolLM2-135M-Instruct on GSM8K with a calculator tool (set data.path)."""
     return Config(
@@ -53,6 +75,8 @@ def gsm8k_python_smollm2() -> Config:
 
 RECIPES: dict[str, Callable[[], Config]] = {
     "quickstart": quickstart,
+    "frontdesk": frontdesk,
+    "shell": shell,
     "gsm8k-smollm2": gsm8k_smollm2,
     "gsm8k-python-smollm2": gsm8k_python_smollm2,
 }

@@ -3,7 +3,13 @@
 Importing this package registers the built-in domains.
 """
 
-from fastturn.envs import calculator, math, workshop  # noqa: F401  (registers the built-in domains)
+from fastturn.envs import (  # noqa: F401  (registers the built-in domains)
+    calculator,
+    frontdesk,
+    math,
+    shell,
+    workshop,
+)
 from fastturn.envs.base import (
     DOMAINS,
     Action,

@@ -9,7 +9,6 @@ right, 0 if not.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from fastturn.config import Config, ConfigError
 from fastturn.envs.arithmetic import CALCULATOR, calculate
 from fastturn.envs.base import Env, Message, Task, register
-from fastturn.envs.calls import spoken
+from fastturn.envs.calls import spoken, write_call
 from fastturn.envs.drawn import TrainTasks, held_out_tasks
 from fastturn.envs.tools import Grade, ToolEnv, ToolError
 
@@ -167,5 +166,4 @@ class Demonstrator:
 def calculator_call(expression: str) -> str:
     """The text of a call. Example: `calculator_call("1+1")` is
     `<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>`."""
-    call = {"name": CALCULATOR.name, "arguments": {"expression": expression}}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
+    return write_call(CALCULATOR.name, expression=expression)

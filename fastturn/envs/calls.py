@@ -38,6 +38,12 @@ def parse_action(text: str) -> Action:
     return Action(text, tuple(_calls(spoken(text))))
 
 
+def write_call(name: str, **arguments: Any) -> str:
+    """The text of a call. Example: `write_call("calculator", expression="1+1")` is
+    `<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>`."""
+    return f"{OPEN}{json.dumps({'name': name, 'arguments': arguments})}{CLOSE}"
+
+
 def spoken(text: str) -> str:
     """`text` without its thinking; an unclosed `<think>` reaches to the end.
 

@@ -142,6 +142,18 @@ def check_arguments(tool: Tool, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def arguments_of(action: Action, tools: Mapping[str, Tool], *names: str) -> Mapping[str, Any]:
+    """The arguments of the action's call, if it is of one of these tools and fits it; else none.
+
+    Example: `arguments_of(action, tools, "dial")` is `{"contact": 4821}`, or `{}` for any action
+    that is not a well-formed call of dial. For rules, which look at one call at a time.
+    """
+    call = action.call
+    if call is None or call.name not in names or check_arguments(tools[call.name], call.arguments):
+        return {}
+    return call.arguments
+
+
 def _check_type(value: Any, schema: Mapping[str, Any]) -> str:
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
