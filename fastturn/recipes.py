@@ -37,7 +37,7 @@ def frontdesk() -> Config:
         model=Model(layers=2, width=64, vocabulary=448, max_context=256),
         sampling=Sampling(turn_tokens=20, episode_tokens=96),
         optim=Optim(lr=5e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
-        warm=Warm(steps=600, batch=32, lr=3e-3, muon_lr=0.02),
+        warm=Warm(steps=600, batch=32, lr=3e-3, muon_lr=0.02, compliant=0.1),
         save=Save(every=20),
     )
 

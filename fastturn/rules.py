@@ -22,17 +22,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastturn.config import ConfigError
-from fastturn.envs.base import Action, Domain, Env, Message, Observation, Task
 from fastturn.types import Channel, Hit
 
-Predicate = Callable[[Any, Action], bool]
-Potential = Callable[[Any], float]
-Script = Callable[[Sequence[Message]], str]
+if TYPE_CHECKING:  # built-in domains import their rules' decorators from here
+    from fastturn.envs.base import Action, Domain, Env, Message, Observation, Task
+
+    Predicate = Callable[[Any, Action], bool]
+    Potential = Callable[[Any], float]
+    Script = Callable[[Sequence[Message]], str]
 
 
 class RuleError(RuntimeError):
