@@ -98,7 +98,8 @@ def _rewarded(trajectory: Trajectory, rewards: Sequence[float]) -> Trajectory:
 class Variance:
     """Variance within groups of the return R = O + s P, the mean over groups, and its parts:
     Var R = Var O + s^2 Var P + 2 s Cov(O, P) (RLVP, eq. 1). `silent_*`: the share of groups in
-    which the channel's returns are all equal, so that it teaches nothing."""
+    which the channel's returns are all equal, so that it teaches nothing; `silent`: in which both
+    are."""
 
     var_return: float
     var_outcome: float
@@ -106,6 +107,7 @@ class Variance:
     cov_outcome_path: float
     silent_outcome: float
     silent_path: float
+    silent: float
 
 
 def variance(
@@ -124,14 +126,15 @@ def variance(
         )
         for group in groups
     ]
-    return Variance(*np.mean(rows, axis=0).tolist()) if rows else Variance(*[0.0] * 6)
+    return Variance(*np.mean(rows, axis=0).tolist()) if rows else Variance(*[0.0] * 7)
 
 
 def _decomposed(outcome: list[float], path: list[float], scale: float) -> tuple[float, ...]:
     o, p = np.array(outcome), np.array(path)
     cov = float(np.mean((o - o.mean()) * (p - p.mean())))
     total = float(np.var(o + scale * p))
-    return total, float(np.var(o)), float(np.var(p)), cov, np.ptp(o) == 0, np.ptp(p) == 0
+    silent = np.ptp(o) == 0, np.ptp(p) == 0
+    return total, float(np.var(o)), float(np.var(p)), cov, *silent, all(silent)
 
 
 def held(violation_free: float, anneal: float) -> bool:

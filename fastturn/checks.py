@@ -20,12 +20,8 @@ from fastturn.algorithms import algorithm_of
 from fastturn.config import ConfigError
 from fastturn.demos import demonstrate
 from fastturn.envs.base import Message, events_by_call
+from fastturn.findings import FAIL, PASS, SKIP, WARN, Finding
 from fastturn.patient import (
-    FAIL,
-    PASS,
-    SKIP,
-    WARN,
-    Finding,
     Patient,
     Unavailable,
     agreed,

@@ -1,4 +1,6 @@
-"""The command line: `fastturn train | eval | report | serve | doctor | launch | recipes`.
+"""The command line: `fastturn COMMAND`.
+
+    train, serve, launch    here        eval, report, doctor, rules, probe    in commands.py
 
 torch and transformers are imported only by the commands that compute, so help, errors, recipes and
 the dry run answer at once. Exit status: 0 done, 1 the run failed, 2 bad input, 130 stopped by
@@ -10,7 +12,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import re
 import shutil
 import socket
 import sys
@@ -18,13 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastturn import __version__
-from fastturn.config import Config, ConfigError, as_dict, override
+from fastturn import __version__, commands
+from fastturn.config import Config, as_dict, override
+from fastturn.folders import has_records, holds_run, run_folder
+from fastturn.recipes import recipe_of
 
 if TYPE_CHECKING:
     from fastturn.dist import World
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+NAME = "a name that `fastturn recipes` lists"
 OPTIONS = ("--out", "--resume", "--nproc", "--dry-run", "--help")
 
 # Errors with a message for the user: (module, class, exit status). Looked up among the modules that
@@ -42,9 +46,6 @@ KNOWN_ERRORS = (
     ("fastturn.pack", "DividedGroupError", BAD_INPUT),
     ("fastturn.dist", "DistError", FAILED),
 )
-
-# What a run leaves in its folder from its first seconds on.
-RUN_FILES = ("config.json", "records.jsonl", "summary.json")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,9 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train multi-turn, tool-using language-model agents.",
         epilog="Example: fastturn train quickstart --out runs/first seed=1 iterations=20",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    train = _command(commands, "train", _train, "train a recipe")
-    train.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = _command(subcommands, "train", _train, "train a recipe")
+    train.add_argument("recipe", metavar="RECIPE", help=NAME)
     _add_pairs(train)
     train.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the run (default: a new one in runs/)"
@@ -136,15 +137,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="print the plan of the run and start nothing"
     )
-    evaluation = _command(commands, "eval", _eval, "measure a run or a model on held-out tasks")
+    evaluation = _command(
+        subcommands, "eval", commands.evaluate, "measure a run or a model on held-out tasks"
+    )
     evaluation.add_argument(
         "path", type=Path, metavar="RUN_OR_MODEL", help="a run, or a model in Hugging Face format"
     )
     _add_pairs(evaluation)
-    report = _command(commands, "report", _report, "write report.html of a run again")
+    report = _command(subcommands, "report", commands.report, "write report.html of a run again")
     report.add_argument("path", type=Path, metavar="DIR", help="the folder of a run")
-    serve = _command(commands, "serve", _serve, "print or run the rollout server of a recipe")
-    serve.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    serve = _command(subcommands, "serve", _serve, "print or run the rollout server of a recipe")
+    serve.add_argument("recipe", metavar="RECIPE", help=NAME)
     _add_pairs(serve)
     serve.add_argument("--run", action="store_true", help="start the server and keep it up")
     serve.add_argument("--port", type=int, default=8000, metavar="P")
@@ -153,23 +156,29 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--tensor-parallel", type=_count, default=1, metavar="T", help="GPUs of the server"
     )
-    launch = _command(commands, "launch", _launch, "print a job for several machines")
+    launch = _command(subcommands, "launch", _launch, "print a job for several machines")
     launch.add_argument("scheduler", choices=("slurm", "sky"), metavar="slurm|sky")
-    launch.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
+    launch.add_argument("recipe", metavar="RECIPE", help=NAME)
     _add_pairs(launch)
     _add_cluster(launch)
-    doctor = _command(commands, "doctor", _doctor, "check a recipe, its tasks and its servers")
-    doctor.add_argument("recipe", metavar="RECIPE", help="a name that `fastturn recipes` lists")
-    _add_pairs(doctor)
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    _command(commands, "recipes", _recipes, "list the recipes")
+    doctor = _command(
+        subcommands, "doctor", commands.doctor, "check a recipe, its tasks and its servers"
+    )
+    rules = _command(subcommands, "rules", commands.rules, "list and check path rules")
+    probe = _command(subcommands, "probe", commands.probe, "measure what varies before training")
+    probe.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (.svg, .png, .pdf)")
+    for looking in (doctor, rules, probe):
+        looking.add_argument("recipe", metavar="RECIPE", help=NAME)
+        _add_pairs(looking)
+        looking.add_argument("--json", action="store_true", help="print what was found as JSON")
+    _command(subcommands, "recipes", commands.recipes, "list the recipes")
     return parser
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+    subcommands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: argparse.ArgumentParser = subcommands.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
     )
     parser.set_defaults(command=run)
@@ -220,7 +229,7 @@ def _launch(options: argparse.Namespace) -> int:
 
     from fastturn.cluster import Cluster, render
 
-    recipe = _recipe(options.recipe)
+    recipe = recipe_of(options.recipe)
     given = vars(options)
     cluster = Cluster(**{f.name: given[f.name] for f in fields(Cluster) if f.name in given})
     text = render(options.scheduler, cluster, options.recipe, recipe, options.pairs, options.out)
@@ -229,7 +238,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    recipe = _recipe(options.recipe)
+    recipe = recipe_of(options.recipe)
     config = override(recipe, options.pairs)
     if options.dry_run:
         from fastturn.plan import print_plan
@@ -256,9 +265,9 @@ def _train_here(options: argparse.Namespace, config: Config, recipe: Config, wor
     asked = {"--out": str(options.out), "--resume": options.resume}
     world.agree("configuration", as_dict(config) | asked | {"version": __version__})
     was_there = options.out is not None and options.out.exists()
-    out = world.first(lambda: _run_folder(options.out, options.resume, config))
+    out = world.first(lambda: run_folder(options.out, options.resume, config))
     # A run may be killed before its first file is written; resuming it starts it.
-    resume = world.first(lambda: options.resume and _holds_run(out))
+    resume = world.first(lambda: options.resume and holds_run(out))
     if resume != options.resume and world.leader:
         print(f"{out} holds no run yet; starting from the beginning", file=sys.stderr)
     from fastturn.trainer import train
@@ -268,7 +277,7 @@ def _train_here(options: argparse.Namespace, config: Config, recipe: Config, wor
     except ValueError as error:
         # Bad input that only the run could find: the corrected command may use the same folder.
         known = _status(error) == BAD_INPUT and world.leader
-        if known and not was_there and not _has_records(out):
+        if known and not was_there and not has_records(out):
             shutil.rmtree(out, ignore_errors=True)
         raise
 
@@ -280,163 +289,13 @@ def _without_nproc(options: argparse.Namespace) -> list[str]:
     return ["train", options.recipe, *options.pairs, *out, *resume]
 
 
-def _recipe(name: str) -> Config:
-    from fastturn.recipes import RECIPES
-
-    if name in RECIPES:
-        return RECIPES[name]()
-    if "=" in name:
-        raise ConfigError(
-            f"{name!r} stands where the recipe belongs; put one first, for example: "
-            f"fastturn train quickstart {name}"
-        )
-    near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.0)[0]
-    raise ConfigError(
-        f"unknown recipe {name!r}; the nearest is {near!r} (fastturn recipes lists all)"
-    )
-
-
-def _holds_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RUN_FILES)
-
-
-def _has_records(folder: Path) -> bool:
-    file = folder / "records.jsonl"
-    return file.exists() and file.stat().st_size > 0
-
-
-def _run_folder(out: Path | None, resume: bool, config: Config) -> Path:
-    """The folder to train in: the one asked for, the newest of this name to resume, or a new one.
-
-    Raises `ConfigError` when it is a file, cannot be made, or holds a run that is not resumed.
-    """
-    if out is None:
-        stem = f"{config.recipe}-{config.algorithm}-seed{config.seed}"
-        return _newest_folder(Path("runs"), stem) if resume else _new_folder(Path("runs"), stem)
-    if not resume and _holds_run(out):
-        raise ConfigError(
-            f"--out {out}: the folder already holds a run; continue it with --resume, or choose "
-            f"another --out"
-        )
-    _make_folder(out)
-    return out
-
-
-def _make_folder(folder: Path, exist_ok: bool = True) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        reason = "it is a file" if folder.is_file() else error.strerror
-        raise ConfigError(
-            f"--out {folder}: expected a folder that can be written, but {reason}; "
-            f"choose another --out"
-        ) from error
-
-
-def _new_folder(parent: Path, stem: str) -> Path:
-    """`stem`, or `stem-2`, `stem-3`, … when that exists; two runs never take the same one."""
-    folder, number = parent / stem, 1
-    while True:
-        try:
-            _make_folder(folder, exist_ok=False)
-        except FileExistsError:
-            number += 1
-            folder = parent / f"{stem}-{number}"
-        else:
-            return folder
-
-
-def _newest_folder(parent: Path, stem: str) -> Path:
-    """The highest-numbered run of this name."""
-    pattern = re.compile(re.escape(stem) + r"(?:-(\d+))?")
-    numbered = [
-        (int(match[1] or 1), folder)
-        for folder in (parent.iterdir() if parent.is_dir() else ())
-        if (match := pattern.fullmatch(folder.name)) and _holds_run(folder)
-    ]
-    if not numbered:
-        raise ConfigError(
-            f"--resume: no run named {stem} in {parent}/; give the run's own recipe, algorithm and "
-            f"seed, or its folder with --out"
-        )
-    return max(numbered)[1]
-
-
-def _eval(options: argparse.Namespace) -> int:
-    path: Path = options.path
-    if not (path / "config.json").is_file():
-        reason = "it holds no config.json" if path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"eval {path}: expected the folder of a run or of a model in Hugging Face format, but "
-            f"{reason}; name one, for example runs/quickstart-rtpo-seed0"
-        )
-    from fastturn.evaluate import evaluate_path
-
-    result = evaluate_path(path, options.pairs)
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("measure", "value", title=str(path), title_justify="left")
-    table.columns[1].justify = "right"
-    for name, value in result.items():
-        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    path: Path = options.path
-    if not (path / "records.jsonl").is_file():
-        reason = "it holds no records.jsonl" if path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"report {path}: expected the folder of a run, but {reason}; "
-            f"name one that fastturn train has written"
-        )
-    from fastturn.report import write_report
-
-    print(write_report(path))
-    return 0
-
-
 def _serve(options: argparse.Namespace) -> int:
     from fastturn.serve import serve
 
-    config = override(_recipe(options.recipe), options.pairs)
+    config = override(recipe_of(options.recipe), options.pairs)
     place = {"port": options.port, "host": options.host, "python": options.python}
     place["parallel"] = options.tensor_parallel
     serve(config, run=options.run, carrier=config.rollout.carrier, **place)
-    return 0
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    config = override(_recipe(options.recipe), options.pairs)
-    import json
-    from dataclasses import asdict
-
-    from rich.console import Console
-
-    from fastturn.doctor import examine, show
-    from fastturn.patient import FAIL
-    from fastturn.progress import Progress
-
-    with Progress(quiet=options.json) as progress:
-        lines = examine(config, progress)
-    if options.json:
-        print(json.dumps([asdict(line) for line in lines], indent=2))
-    else:
-        show(lines, Console())
-    return FAILED if any(line.status == FAIL for line in lines) else 0
-
-
-def _recipes(options: argparse.Namespace) -> int:
-    from fastturn.recipes import RECIPES
-
-    width = max(map(len, RECIPES))
-    for name, recipe in RECIPES.items():
-        summary = (recipe.__doc__ or "").strip().split("\n")[0]
-        print(f"{name:<{width}}  {summary}")
     return 0
 
 

@@ -6,33 +6,17 @@ recipe -> Patient (what the run opens, in a folder that is thrown away) -> CHECK
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fastturn.checks import CHECKS
 from fastturn.config import Config
 from fastturn.dist import open_world
-from fastturn.patient import FAIL, PASS, SKIP, WARN, Patient, Unavailable
+from fastturn.findings import FAIL, SKIP, Line
+from fastturn.patient import Patient, Unavailable
 from fastturn.progress import Progress
 from fastturn.run import Run, open_run
-
-STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red", SKIP: "dim"}
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A finding under the name of its check."""
-
-    check: str
-    status: str
-    measured: str
-    remedy: str
 
 
 def examine(config: Config, progress: Progress) -> list[Line]:
@@ -69,16 +53,3 @@ def examine(config: Config, progress: Progress) -> list[Line]:
                     lines.append(Line(name, FAIL, f"{type(error).__name__}: {error}", remedy))
                 bar.advance(1)
         return lines
-
-
-def show(lines: Sequence[Line], console: Console) -> None:
-    """The table: a row a check, its remedy below what was measured."""
-    table = Table("check", "", "measured", title="doctor", title_justify="left")
-    for line in lines:
-        told = Text(line.measured)
-        if line.remedy:
-            told.append(f"\n-> {line.remedy}", style="italic")
-        table.add_row(line.check, Text(line.status, style=STYLES[line.status]), told)
-    console.print(table)
-    count = {status: sum(line.status == status for line in lines) for status in STYLES}
-    console.print(", ".join(f"{n} {status}" for status, n in count.items() if n))

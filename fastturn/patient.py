@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fastturn.config import Config
 from fastturn.envs.base import Action
 from fastturn.episode import Episode, Point
+from fastturn.findings import FAIL, PASS, Finding
 from fastturn.pack import pack
 from fastturn.pool import Inbox
 from fastturn.publish import TOLERANCE
@@ -25,17 +26,7 @@ from fastturn.sampler.base import Request, SamplingParams
 from fastturn.sampler.server import ServerInfo
 from fastturn.types import Credit, SiblingGroup, Trajectory, Trunk
 
-PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 TASKS = 8  # tasks that rollouts start from
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check saw. `measured`: values with units; `remedy`: what to do, empty on a pass."""
-
-    status: str
-    measured: str
-    remedy: str = ""
 
 
 class Unavailable(Exception):

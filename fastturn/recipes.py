@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import replace
 
-from fastturn.config import Config, Data, Loss, Model, Optim, Sampling, Save, Warm
+from fastturn.config import Config, ConfigError, Data, Loss, Model, Optim, Sampling, Save, Warm
 
 
 def quickstart() -> Config:
@@ -80,3 +81,18 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "gsm8k-smollm2": gsm8k_smollm2,
     "gsm8k-python-smollm2": gsm8k_python_smollm2,
 }
+
+
+def recipe_of(name: str) -> Config:
+    """The recipe of this name; `ConfigError` for an unknown one (the nearest is named)."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    if "=" in name:
+        raise ConfigError(
+            f"{name!r} stands where the recipe belongs; put one first, for example: "
+            f"fastturn train quickstart {name}"
+        )
+    near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"unknown recipe {name!r}; the nearest is {near!r} (fastturn recipes lists all)"
+    )

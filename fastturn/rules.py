@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # built-in domains import their rules' decorators from here
 
     Predicate = Callable[[Any, Action], bool]
     Potential = Callable[[Any], float]
+    Move = tuple[Any, Action, Any]  # state before, an action of at most one call, state after
     Script = Callable[[Sequence[Message]], str]
 
 
@@ -215,17 +216,26 @@ class Judged:
 
     def step(self, action: Action) -> Observation:
         """The environment's observation, with `path`."""
-        before = self._env.snapshot()
-        observation = self._env.step(action)
-        moves = _moves(action)
-        between = self._between(before, moves[:-1]) if len(moves) > 1 else []
-        states = [before, *between, self._env.snapshot()]
+        observation, moves = self.carry_out(action)
         hits = [
-            hit
-            for call, (move, ends) in enumerate(zip(moves, pairwise(states), strict=False))
-            for hit in self._hits(call, move, ends)
+            Hit(rule.name, rule.channel, value, call)
+            for call, move in enumerate(moves)
+            for rule in self._rules
+            if (value := rule.judge(*move))
         ]
         return replace(observation, path=tuple(hits))
+
+    def carry_out(self, action: Action) -> tuple[Observation, list[Move]]:
+        """The environment's observation, and what rules are to judge."""
+        before = self._env.snapshot()
+        observation = self._env.step(action)
+        apart = _apart(action)
+        between = self._between(before, apart[:-1]) if len(apart) > 1 else []
+        states = [before, *between, self._env.snapshot()]
+        moves = [
+            (start, one, end) for one, (start, end) in zip(apart, pairwise(states), strict=False)
+        ]
+        return observation, moves
 
     def _between(self, state: Any, moves: Iterable[Action]) -> Iterator[Any]:
         """The state after each of the moves; fewer where a call ended the episode."""
@@ -237,15 +247,8 @@ class Judged:
                 return
             yield other.snapshot()
 
-    def _hits(self, call: int, move: Action, ends: tuple[Any, Any]) -> Iterator[Hit]:
-        before, after = ends
-        for rule in self._rules:
-            value = rule.judge(before, move, after)
-            if value:
-                yield Hit(rule.name, rule.channel, value, call)
 
-
-def _moves(action: Action) -> list[Action]:
+def _apart(action: Action) -> list[Action]:
     """The action taken apart: one for each call; an action without calls is one move."""
     if len(action.calls) < 2:
         return [action]

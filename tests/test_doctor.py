@@ -16,7 +16,8 @@ from rich.console import Console
 from fastturn import cli, engines, patient, run
 from fastturn.checks import CHECKS
 from fastturn.config import override
-from fastturn.doctor import Line, examine, show
+from fastturn.doctor import examine
+from fastturn.findings import Line, show
 from fastturn.policy import Policy
 from fastturn.progress import Progress
 from fastturn.recipes import quickstart
@@ -283,6 +284,6 @@ def test_the_command_prints_a_table_and_says_by_its_status(capsys, monkeypatch):
 def test_the_table_fits(width):
     lines = [Line("agreement", "warn", "off by 1e-3 " * 9, "start it with another flag " * 5)]
     console = Console(file=io.StringIO(), width=width)
-    show(lines, console)
+    show("doctor", lines, console)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "->" in text and "1 warn" in text

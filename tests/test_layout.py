@@ -134,9 +134,10 @@ def test_the_packer_needs_types_and_torch_only():
     assert not ours, "the plan is made of numbers alone"
 
 
-def test_only_the_command_line_and_benchmarks_import_the_trainer():
+def test_only_commands_and_benchmarks_import_the_trainer():
     users = {name for name, names in IMPORTS.items() if "fastturn.trainer" in names}
-    assert all(name == "fastturn.cli" or within(name, ("bench",)) for name in users), users
+    commands = ("fastturn.cli", "fastturn.probe")
+    assert all(name in commands or within(name, ("bench",)) for name in users), users
 
 
 def test_the_package_imports_bench_nowhere():

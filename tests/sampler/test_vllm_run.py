@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from fastturn import trainer
 from fastturn.bench.fake_server import Fake
 from fastturn.config import Config, ConfigError, override
-from fastturn.doctor import Line, examine
+from fastturn.doctor import examine
+from fastturn.findings import Line
 from fastturn.policy import Policy
 from fastturn.progress import Progress
 from fastturn.recipes import quickstart

@@ -1,0 +1,125 @@
+"""The commands that look: `fastturn eval | report | doctor | rules | probe | recipes`.
+
+Each takes the parsed options and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from fastturn.config import ConfigError, override
+from fastturn.recipes import recipe_of
+
+FAILED = 1
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if not (path / "config.json").is_file():
+        reason = "it holds no config.json" if path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"eval {path}: expected the folder of a run or of a model in Hugging Face format, but "
+            f"{reason}; name one, for example runs/quickstart-rtpo-seed0"
+        )
+    from fastturn.evaluate import evaluate_path
+
+    result = evaluate_path(path, options.pairs)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("measure", "value", title=str(path), title_justify="left")
+    table.columns[1].justify = "right"
+    for name, value in result.items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if not (path / "records.jsonl").is_file():
+        reason = "it holds no records.jsonl" if path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"report {path}: expected the folder of a run, but {reason}; "
+            f"name one that fastturn train has written"
+        )
+    from fastturn.report import write_report
+
+    print(write_report(path))
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    config = override(recipe_of(options.recipe), options.pairs)
+    from rich.console import Console
+
+    from fastturn.doctor import examine
+    from fastturn.findings import FAIL, show
+    from fastturn.progress import Progress
+
+    with Progress(quiet=options.json) as progress:
+        lines = examine(config, progress)
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        show("doctor", lines, Console())
+    return FAILED if any(line.status == FAIL for line in lines) else 0
+
+
+def rules(options: argparse.Namespace) -> int:
+    """The path rules of a recipe, tried on its scripts; status 1 when one fails a check."""
+    config = override(recipe_of(options.recipe), options.pairs)
+    from rich.console import Console
+
+    from fastturn.envs import load_domain
+    from fastturn.findings import FAIL, show
+    from fastturn.rulebook import as_rows, review, scripted, show_rules, try_on
+    from fastturn.rules import Ruled
+
+    domain = load_domain(config)
+    if not isinstance(domain, Ruled) or not domain.rules:
+        raise ConfigError(
+            f"data.domain={config.data.domain!r} has no path rules; declare some (docs/rules.md) "
+            f"in a file and name it by data.rules"
+        )
+    tried, lines = review(domain.rules, scripted(domain, config, config.warm.compliant))
+    if options.json:
+        print(json.dumps({"rules": as_rows(tried), "checks": [asdict(x) for x in lines]}, indent=2))
+    else:
+        shown = hasattr(domain.domain, "compliant_demonstrator") and tried.hits
+        compliant = try_on(domain.rules, scripted(domain, config, 1.0)) if shown else None
+        show_rules(tried, compliant, Console())
+        show("design rules", lines, Console())
+    return FAILED if any(line.status == FAIL for line in lines) else 0
+
+
+def probe(options: argparse.Namespace) -> int:
+    """What varies within groups of the base policy: a table, JSON, and a plot if asked for."""
+    config = override(recipe_of(options.recipe), options.pairs)
+    from rich.console import Console
+
+    from fastturn.probe import probe, show, write_plot
+    from fastturn.progress import Progress
+
+    with Progress(quiet=options.json) as progress:
+        found = probe(config, progress)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        show(found, Console())
+    if options.plot:
+        write_plot(found, options.plot)
+    return 0
+
+
+def recipes(options: argparse.Namespace) -> int:
+    from fastturn.recipes import RECIPES
+
+    width = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        summary = (recipe.__doc__ or "").strip().split("\n")[0]
+        print(f"{name:<{width}}  {summary}")
+    return 0

@@ -1,0 +1,238 @@
+"""`fastturn rules`: what rules a recipe trains on, and whether they keep to the four design rules.
+
+    scripted episodes -> moves (state, action, state) -> what every rule says of each -> findings
+
+The design rules are those of RLVP (Li & Shi 2026, section 3): penalise what is done and never what
+is left undone; let the outcome stay the driver; give every penalty a fulfilment as its twin; see to
+it that the compliant action is reachable.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastturn.config import Config
+from fastturn.envs.base import Action, Task
+from fastturn.envs.calls import parse_action
+from fastturn.episode import stream_seed
+from fastturn.findings import FAIL, PASS, SKIP, WARN, Finding, Line
+from fastturn.rules import Judged, Rule, Ruled, RuleError
+from fastturn.types import Channel
+
+if TYPE_CHECKING:
+    from fastturn.rules import Move, Script
+
+EPISODES = 100  # scripted ones that rules are tried on
+SPREAD = 1.0  # what success is worth
+RARE = 0.02  # hits an episode below which a rule has next to nothing to say
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Rules, and what they said of the moves of some episodes: `hits` by rule of each episode, and
+    `returns`, the path return of each."""
+
+    rules: tuple[Rule, ...]
+    episodes: list[list[Move]]
+    hits: list[Counter[str]] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
+
+    @property
+    def moves(self) -> Iterator[Move]:
+        return chain.from_iterable(self.episodes)
+
+    def rate(self, rule: Rule) -> float:
+        """Hits an episode."""
+        return sum(hits[rule.name] for hits in self.hits) / max(1, len(self.hits))
+
+
+def try_on(rules: Sequence[Rule], episodes: Sequence[list[Move]]) -> Tried:
+    """Every rule on a copy of every move. Raises `RuleError` when one cannot answer."""
+    tried = Tried(tuple(rules), list(episodes))
+    for moves in pickle.loads(pickle.dumps(tried.episodes)):
+        said = [(rule.name, rule.judge(*move)) for move in moves for rule in rules]
+        tried.hits.append(Counter(name for name, value in said if value))
+        tried.returns.append(sum(value for _, value in said))
+    return tried
+
+
+def scripted(domain: Ruled, config: Config, share: float) -> list[list[Move]]:
+    """The moves of demonstrations, of which `share` come from the compliant script."""
+    domain = replace(domain, compliant=share)
+    return [
+        _played(domain, domain.train_tasks[number], config.turns)
+        for number in range(min(EPISODES, len(domain.train_tasks)))
+    ]
+
+
+def _played(domain: Ruled, task: Task, most: int) -> list[Move]:
+    rng = np.random.default_rng(stream_seed("rules", task.id))
+    script: Script = domain.demonstrator(task, rng)
+    env = Judged(domain.domain.env, ())
+    messages, moves = env.start(task), []
+    for _ in range(most):
+        text = script(messages)
+        answer, made = env.carry_out(parse_action(text))
+        moves += made
+        if answer.done:
+            break
+        messages = [*messages, {"role": "assistant", "content": text}, *answer.messages]
+    return moves
+
+
+def answers(tried: Tried) -> Finding:
+    """A rule says the same of the same move whenever it is asked."""
+    for move in tried.moves:
+        for rule in tried.rules:
+            first, second = rule.judge(*move), rule.judge(*move)
+            if first != second:
+                return Finding(
+                    FAIL,
+                    f"{rule.name} gave {first:g} and then {second:g} for {move[1].text[:80]!r}",
+                    "a rule may read nothing but the state and the action: no clock, no chance, "
+                    "nothing that it remembers",
+                )
+    return Finding(PASS, f"{len(list(tried.moves))} moves, twice each")
+
+
+def purity(tried: Tried) -> Finding:
+    """Judging leaves states as they are."""
+    for move in tried.moves:
+        for rule in tried.rules:
+            kept = pickle.dumps((move[0], move[2]))
+            rule.judge(*move)
+            if pickle.dumps((move[0], move[2])) != kept:
+                return Finding(
+                    FAIL,
+                    f"{rule.name} changed the state it judged ({move[1].text[:80]!r})",
+                    "a rule only looks; copy what it has to change, or keep states frozen",
+                )
+    return Finding(PASS, "no state was changed")
+
+
+def commission(tried: Tried) -> Finding:
+    """No penalty for an action that does nothing."""
+    idle = Action("")
+    for before, _, _ in tried.moves:
+        for rule in tried.rules:
+            if rule.channel is Channel.PENALTY and rule.judge(before, idle, before):
+                return Finding(
+                    FAIL,
+                    f"{rule.name} punishes an empty action",
+                    "punish the move that must not be made, not what is left undone: let the "
+                    "predicate ask for the call, or the text, that does the harm",
+                )
+    return Finding(PASS, "penalties are for moves that are made")
+
+
+def driver(tried: Tried) -> Finding:
+    """The path is worth less than the outcome."""
+    worth = np.abs(tried.returns)
+    measured = (
+        f"path returns are worth {worth.mean():.2g} in the mean and {worth.max():.2g} at most, "
+        f"success {SPREAD:g}"
+    )
+    if worth.mean() >= SPREAD:
+        return Finding(
+            FAIL,
+            measured,
+            "a policy would live on the path alone: lower magnitudes until the mean is below "
+            f"{SPREAD / 2:g}",
+        )
+    if worth.mean() >= SPREAD / 2:
+        return Finding(WARN, measured, "lower magnitudes, or the path may drown the outcome")
+    return Finding(PASS, measured)
+
+
+def twins(tried: Tried) -> Finding:
+    """Every penalty has the fulfilment that is earned by doing it properly."""
+    pairs = [f"{r.name} / {r.twin}" for r in tried.rules if r.channel is Channel.PENALTY]
+    return Finding(PASS if pairs else SKIP, "; ".join(pairs) or "there is no penalty")
+
+
+def reachable(tried: Tried) -> Finding:
+    """The compliant actions are seen in what the warm start shows."""
+    wanted = [r for r in tried.rules if r.channel is Channel.FULFILMENT]
+    unseen = [r.name for r in wanted if tried.rate(r) < RARE]
+    told = "; ".join(f"{r.name} {tried.rate(r):.2f}" for r in wanted)
+    if unseen:
+        return Finding(
+            FAIL,
+            f"hits an episode of the warm start: {told}",
+            f"{', '.join(unseen)} is never or hardly ever shown, so a policy has nothing to "
+            f"reinforce: set warm.compliant=0.1, or measure base rollouts with `fastturn probe`",
+        )
+    return Finding(PASS if wanted else SKIP, f"hits an episode of the warm start: {told}")
+
+
+def spoken_of(tried: Tried) -> Finding:
+    """Penalties that ever apply."""
+    silent = [r.name for r in tried.rules if r.channel is Channel.PENALTY and tried.rate(r) < RARE]
+    if silent:
+        return Finding(
+            WARN,
+            f"hardly ever met: {', '.join(silent)}",
+            "what is never done is never unlearnt; if base rollouts do not meet it either "
+            "(`fastturn probe`), the rule only costs its evaluation",
+        )
+    return Finding(PASS, "every penalty is met by the scripts")
+
+
+MEND = "mend the rule that is named; docs/rules.md has the contract"
+# Name and check; they look at what `try_on` found.
+DESIGN: tuple[tuple[str, Callable[[Tried], Finding]], ...] = (
+    ("pure", purity),  # first, while no rule has seen the moves themselves
+    ("deterministic", answers),
+    ("1 commission, not omission", commission),
+    ("2 outcome is the driver", driver),
+    ("3 twins", twins),
+    ("4 compliance is reachable", reachable),
+    ("penalties are met", spoken_of),
+)
+
+
+def review(rules: Sequence[Rule], episodes: Sequence[list[Move]]) -> tuple[Tried, list[Line]]:
+    """What the rules said, and a line for each of `DESIGN`; the first alone when one raises."""
+    try:
+        tried = try_on(rules, episodes)
+        found = [(name, check(tried)) for name, check in DESIGN]
+    except RuleError as error:
+        return Tried(tuple(rules), []), [Line("answers", FAIL, str(error), MEND)]
+    return tried, [Line(name, f.status, f.measured, f.remedy) for name, f in found]
+
+
+def show_rules(tried: Tried, compliant: Tried | None, console: Console) -> None:
+    """A row a rule: what it is, and how often the scripts meet it."""
+    heads = ["rule", "kind", "worth", "hits an episode"]
+    heads += ["of the compliant script"] if compliant else []
+    table = Table(*heads, title="path rules", title_justify="left")
+    for rule in tried.rules:
+        told = Text(rule.name).append(f"\n{rule.description}", style="dim")
+        rates = [f"{t.rate(rule):.2f}" for t in (tried, compliant) if t is not None]
+        table.add_row(told, str(rule.channel), f"{rule.magnitude:g}", *rates)
+    console.print(table)
+
+
+def as_rows(tried: Tried) -> list[dict[str, Any]]:
+    """The rules as JSON types."""
+    return [
+        {
+            "rule": rule.name,
+            "kind": str(rule.channel),
+            "magnitude": rule.magnitude,
+            "twin": rule.twin,
+            "hits_per_episode": tried.rate(rule),
+            "description": rule.description,
+        }
+        for rule in tried.rules
+    ]

@@ -1,0 +1,170 @@
+"""What `fastturn rules` and `fastturn probe` find: good rules pass, each fault has its own line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fastturn import cli
+from fastturn.config import Config, Data, Warm
+from fastturn.envs import load_domain
+from fastturn.findings import FAIL, PASS, WARN
+from fastturn.probe import measured
+from fastturn.rulebook import review, scripted
+from fastturn.rules import Ruled
+
+from .test_channels import episode, group, turn
+
+TEXT = (Path(__file__).parents[1] / "docs" / "rules.md").read_text()
+DOMAIN = """
+from dataclasses import dataclass, replace
+from fastturn.envs import Observation, Task
+
+@dataclass(frozen=True)
+class State:
+    calls: int = 0
+
+class Env:
+    state = State()
+
+    def start(self, task):
+        return [{"role": "user", "content": "go"}]
+
+    def step(self, action):
+        if not action.calls:
+            return Observation((), 1.0, True)
+        self.state = replace(self.state, calls=self.state.calls + 1)
+        return Observation(({"role": "tool", "content": "ok"},))
+
+    def snapshot(self):
+        return self.state
+
+    def restore(self, state):
+        self.state = state
+
+class Make:
+    tools, eval_tasks = [], [Task("e")]
+    train_tasks = [Task(str(i)) for i in range(40)]
+
+    def __init__(self, config):
+        pass
+
+    def env(self):
+        return Env()
+
+    def demonstrator(self, task, rng):
+        called = rng.random() < 0.5
+        def script(messages):
+            if called and len(messages) == 1:
+                return '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+            return "done"
+        return script
+"""
+HEAD = "from fastturn.rules import fulfilment, penalty, progress\n"
+PAIR = """
+@penalty({0}, twin="good")
+def bad(state, action):
+    {1}
+
+@fulfilment({0}, twin="bad")
+def good(state, action):
+    {2}
+"""
+ANY = "return bool(action.text)"
+WELL = ("return not action.calls and bool(action.text)", "return action.call is not None")
+
+
+def domain(tmp_path: Path, rules: str) -> tuple[Ruled, Config]:
+    made, own = tmp_path / "made.py", tmp_path / "own.py"
+    made.write_text(DOMAIN)
+    own.write_text(rules)
+    config = Config(data=Data(domain=f"{made}:Make", rules=str(own)))
+    found = load_domain(config)
+    assert isinstance(found, Ruled)
+    return found, config
+
+
+def statuses(tmp_path: Path, rules: str) -> dict[str, str]:
+    found, config = domain(tmp_path, rules)
+    _, lines = review(found.rules, scripted(found, config, 0.0))
+    return {line.check: line.status for line in lines}
+
+
+def test_the_documented_rules_pass_on_a_domain_that_has_what_they_read(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    found, config = domain(tmp_path, example)
+    tried, lines = review(found.rules, scripted(found, config, 0.0))
+    assert {line.status for line in lines} == {PASS}, lines
+    rates = {rule.name: tried.rate(rule) for rule in tried.rules}
+    assert rates["answers_unchecked"] + rates["checks_first"] == pytest.approx(1.0)
+    assert 0.2 < rates["checks_first"] < 0.8 and rates["half_way"] == rates["checks_first"]
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "rules"),
+    [
+        ("answers", FAIL, PAIR.format(0.25, "return action.call.name == 'g'", WELL[1])),
+        (
+            "deterministic",
+            FAIL,
+            "import itertools\nticks = itertools.count()\n"
+            + PAIR.format(0.25, "return next(ticks) % 2 == 0", WELL[1]),
+        ),
+        (
+            "pure",
+            FAIL,
+            PAIR.format(0.25, "object.__setattr__(state, 'seen', 1); return False", WELL[1]),
+        ),
+        ("1 commission, not omission", FAIL, PAIR.format(0.25, "return not action.calls", WELL[1])),
+        ("2 outcome is the driver", FAIL, PAIR.format(0.9, ANY, "return False")),
+        ("2 outcome is the driver", WARN, PAIR.format(0.4, ANY, "return False")),
+        ("4 compliance is reachable", FAIL, PAIR.format(0.25, WELL[0], "return False")),
+        ("penalties are met", WARN, PAIR.format(0.25, "return False", WELL[1])),
+    ],
+)
+def test_every_fault_has_its_line(tmp_path, check: str, status: str, rules: str):
+    assert statuses(tmp_path, HEAD + rules)[check] == status
+
+
+def test_the_command_lists_rules_and_fails_for_a_fault(tmp_path, capsys):
+    _, config = domain(tmp_path, HEAD + PAIR.format(0.25, *WELL))
+    pairs = [f"data.domain={config.data.domain}", f"data.rules={config.data.rules}"]
+    assert cli.main(["rules", "quickstart", *pairs]) == 0
+    text = capsys.readouterr().out
+    assert "bad" in text and "fulfilment" in text and "7 pass" in text
+    Path(config.data.rules).write_text(HEAD + PAIR.format(0.25, "return not action.calls", WELL[1]))
+    other = Path(config.data.rules).rename(tmp_path / "other.py")
+    assert cli.main(["rules", "quickstart", pairs[0], f"data.rules={other}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [rule["rule"] for rule in found["rules"]] == ["bad", "good"]
+    assert cli.main(["rules", "quickstart"]) == 2
+    assert "has no path rules" in capsys.readouterr().err
+
+
+def test_a_probe_measures_each_reward_on_its_own():
+    failed = group(episode(turn(0.0, -0.25)), episode(turn(0.0)))
+    mixed = group(episode(turn(1.0)), episode(turn(0.0)))
+    found = measured([failed, mixed], Config(tasks=2, warm=Warm()))
+    assert (found.episodes, found.success, found.violation_free) == (4, 0.25, 0.75)
+    assert found.hits == {"bad": 0.25}
+    assert found.channels["outcome"].variance == 0.125
+    assert found.channels["outcome"].live_groups == 0.5
+    assert found.channels["outcome"].dead_updates == 0.25
+    assert found.channels["penalty"].variance == 0.015625 / 2
+    assert not found.channels["progress"].reachable
+    assert found.trained.live_groups == 1.0 and found.trained.dead_updates == 0.0
+
+
+@pytest.mark.slow
+def test_the_probe_runs_on_a_recipe(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(HEAD + PAIR.format(0.25, *WELL))
+    plot = tmp_path / "probe.svg"
+    pairs = ["warm.steps=20", f"data.rules={own}", "model.layers=1", "tasks=4"]
+    assert cli.main(["probe", "quickstart", *pairs, "--json", "--plot", str(plot)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["episodes"] == 64 * 5 and found["channels"]["path"]["variance"] > 0
+    assert "<svg" in plot.read_text()
