@@ -70,8 +70,21 @@ def gsm8k_smollm2() -> Config:
 def gsm8k_python_smollm2() -> Config:
     """RTPO of SmolLM2-135M-Instruct on GSM8K with Python in a sandbox (set data.path)."""
     recipe = gsm8k_smollm2()
-    data = replace(recipe.data, domain="math-python")
+    data = replace(recipe.data, domain="math:tool=python")
     return replace(recipe, recipe="gsm8k-python-smollm2", data=data)
+
+
+def hotpotqa_smollm2() -> Config:
+    """RTPO of SmolLM2-135M-Instruct on questions to search for (set data.domain, data.path)."""
+    recipe = gsm8k_smollm2()
+    return replace(
+        recipe,
+        recipe="hotpotqa-smollm2",
+        turns=6,
+        data=Data(domain="search:corpus=corpus.jsonl", path="questions.jsonl", eval_tasks=8),
+        model=replace(recipe.model, max_context=2048),
+        sampling=replace(recipe.sampling, turn_tokens=64, episode_tokens=320),
+    )
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
@@ -80,6 +93,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "shell": shell,
     "gsm8k-smollm2": gsm8k_smollm2,
     "gsm8k-python-smollm2": gsm8k_python_smollm2,
+    "hotpotqa-smollm2": hotpotqa_smollm2,
 }
 
 

@@ -41,7 +41,14 @@ def needed(tmp_path_factory) -> dict[str, list[str]]:
     file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
     lines = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {name: [f"data.path={file}"] for name in ("gsm8k-smollm2", "gsm8k-python-smollm2")}
+    questions = [f"data.path={file}"]
+    corpus = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    corpus.write_text(json.dumps({"title": "Numbers", "text": "One, two, three."}))
+    return {
+        "gsm8k-smollm2": questions,
+        "gsm8k-python-smollm2": questions,
+        "hotpotqa-smollm2": [*questions, f"data.domain=search:corpus={corpus}"],
+    }
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))

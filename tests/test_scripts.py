@@ -72,7 +72,7 @@ def test_setup_installs_once(checkout):
     status, out, err = checkout.run("setup")
     assert status == 0 and out == "" and "installing fastturn" in err
     [install] = checkout.installs
-    assert install.endswith("[dev,math,smollm2]") and "--editable" in install
+    assert install.endswith("[dev,math,search,smollm2]") and "--editable" in install
     assert "constraints" in install and not checkout.marker.exists()
     assert checkout.run("setup") == (0, "", "")
     assert len(checkout.installs) == 1

@@ -7,6 +7,7 @@ from fastturn.envs import (  # noqa: F401  (registers the built-in domains)
     calculator,
     frontdesk,
     math,
+    search,
     shell,
     workshop,
 )

@@ -1,5 +1,5 @@
-"""Word problems from a jsonl file or a Hugging Face dataset, with a calculator ("math"), with
-Python ("math-python"), or with Python whose variables are kept ("math-notebook").
+"""Domain "math": word problems from a jsonl file or a Hugging Face dataset, with a calculator, with
+Python (`math:tool=python`), or with Python whose variables are kept (`math:tool=notebook`).
 
 The answer is `\\boxed{...}`; reward 1 if it equals the gold answer, 0 if not. An action without a
 call ends the episode. Known formats are rows of the table `FORMATS`; a new one is one more row.
@@ -7,29 +7,26 @@ call ends the episode. Known formats are rows of the table `FORMATS`; a new one 
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fastturn.config import Config, ConfigError
-from fastturn.envs import toolsets, verify
+from fastturn.config import Config
+from fastturn.envs import verify
 from fastturn.envs.answers import as_number, boxed
 from fastturn.envs.arithmetic import calculate
 from fastturn.envs.base import DomainError, Env, Message, Task, register
 from fastturn.envs.calls import spoken
+from fastturn.envs.rows import read_rows, split
 from fastturn.envs.tools import Grade, ToolError
-from fastturn.envs.toolsets import Toolset
+from fastturn.envs.toolsets import toolset
 
-_SPLIT_SEED = "held-out"  # the same held-out tasks for every run, whatever its seed
 _INSTRUCTIONS = (
     "Solve the problem step by step. {advice} When you know the result, answer with "
     "\\boxed{{result}}."
@@ -84,8 +81,6 @@ class Problem:
 
 def read_problem(row: Any, origin: str) -> Problem:
     """`row` through the table of formats. Raises `DomainError` naming keys found and expected."""
-    if not isinstance(row, dict):
-        raise DomainError(f"{origin}: expected a JSON object, found {type(row).__name__}")
     form = next((form for form in FORMATS if form.fits(row)), None)
     if form is None:
         known = "; ".join(" + ".join((*f.question, f.answer)) for f in FORMATS)
@@ -127,117 +122,30 @@ def _gold(value: Any, key: str, origin: str) -> str:
 
 
 def read_problems(path: str, key: str) -> list[Problem]:
-    """All problems of a jsonl file or a dataset id (`id`, `id:config` or `id:config:split`).
+    """All problems of a jsonl file or a dataset id, see `rows.read_rows`.
 
-    `key` is the setting named in errors. Raises `DomainError` when there are none.
+    Raises `DomainError` when there are none.
     """
-    if not path:
-        raise ConfigError(
-            f"{key} is empty; set it to a jsonl file, for example {key}=gsm8k_train.jsonl, or to a "
-            f"dataset id, for example {key}=openai/gsm8k:main"
-        )
-    local = Path(path).exists() or path.endswith((".jsonl", ".json")) or path[0] in "/.~"
-    rows = _file_rows(path, key) if local else _hub_rows(path, key)
-    problems = [read_problem(row, origin) for origin, row in rows]
-    if not problems:
-        raise DomainError(f"{key}={path!r}: no problems in it; expected one JSON object a line")
-    return problems
+    return [read_problem(row, origin) for origin, row in read_rows(path, key)]
 
 
-def _file_rows(path: str, key: str) -> Iterator[tuple[str, Any]]:
-    try:
-        with Path(path).expanduser().open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _loads(line, f"{path}:{number}")
-    except OSError as error:
-        raise DomainError(
-            f"{key}={path!r}: {error.strerror or error}; give a jsonl file that can be read from "
-            f"{Path.cwd()}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DomainError(f"{path}: not UTF-8 ({error}); convert the file to UTF-8") from error
-
-
-def _loads(line: str, origin: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DomainError(
-            f"{origin}: not valid JSON ({error}); expected one JSON object a line, repair or "
-            "remove the line"
-        ) from error
-
-
-def _hub_rows(path: str, key: str) -> Iterable[tuple[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise DomainError(
-            f"{key}={path!r}: there is no such file, and reading it as a dataset id needs the "
-            "package datasets: pip install datasets"
-        ) from error
-    name, config, split = [*path.split(":"), "", ""][:3]
-    try:
-        rows = load_dataset(name, config or None, split=split or "train")
-    except (OSError, ValueError) as error:
-        raise DomainError(
-            f"{key}={path!r}: the dataset cannot be loaded ({error}); check the id and the "
-            "network, or download it and give the path of a jsonl file"
-        ) from error
-    return ((f"{path}:{number}", dict(row)) for number, row in enumerate(rows, 1))
-
-
-def split_problems(
-    problems: Sequence[Problem], held_out: int
-) -> tuple[list[Problem], list[Problem]]:
-    """(training, held-out) problems without common content. The held-out part holds `held_out`
-    different contents and does not depend on the run's seed.
-
-    Raises `DomainError` when nothing would be left to train on.
-    """
-    contents = sorted({problem.content for problem in problems})
-    if len(contents) <= held_out:
-        raise DomainError(
-            f"{problems[0].origin.rpartition(':')[0]} has {len(contents)} different problems and "
-            f"data.eval_tasks={held_out} leaves none for training; lower data.eval_tasks, or set "
-            "data.eval_path to a file of held-out problems"
-        )
-    chosen = set(random.Random(_SPLIT_SEED).sample(contents, held_out))
-    training = [problem for problem in problems if problem.content not in chosen]
-    first = {p.content: p for p in reversed(problems) if p.content in chosen}
-    return training, list(first.values())
-
-
+@register("math")
 class MathDomain:
-    """Word problems with the tools that `toolset` makes of `data.tool_timeout_s`. `data.path` (and
+    """Domain "math"; the option `tool` is calculator, python or notebook. `data.path` (and
     `data.eval_path`): a jsonl file or a dataset id; without `data.eval_path`, `data.eval_tasks`
     problems are held out. Training problems that are also held out are dropped. As in "calculator",
     schemas and instructions go into the prompt only for a pretrained model (`model.path` is set).
     """
 
-    def __init__(
-        self, config: Config, toolset: Callable[[float], Toolset] = toolsets.calculator
-    ) -> None:
+    def __init__(self, config: Config, *, tool: str = "calculator") -> None:
         data = config.data
-        problems = read_problems(data.path, "data.path")
-        if data.eval_path:
-            held_out = read_problems(data.eval_path, "data.eval_path")[: data.eval_tasks]
-            contents = {problem.content for problem in held_out}
-            training = [problem for problem in problems if problem.content not in contents]
-        else:
-            training, held_out = split_problems(problems, data.eval_tasks)
-        if not training:
-            raise DomainError(
-                f"data.path={data.path!r}: every problem is held out in {data.eval_path!r}; use "
-                "different files"
-            )
+        training, held_out = split(data, read_problems)
         _require_verifier([*training, *held_out])
         random.Random(f"order {config.seed}").shuffle(training)
         self.train_tasks: Sequence[Task] = _tasks("train", training)
         self.eval_tasks: Sequence[Task] = _tasks("eval", held_out)
         self._described = bool(config.model.path)
-        self._toolset = toolset(data.tool_timeout_s)
+        self._toolset = toolset(tool, data.tool_timeout_s)
         self.tools: list[dict[str, Any]] = [self._toolset.tool.schema] if self._described else []
         self._calls = config.turns - 1
         self._verifier = verify.Verifier(deadline_s=data.tool_timeout_s)
@@ -276,11 +184,6 @@ class MathDomain:
             return f"\\boxed{{{task.data['answer']}}}"
 
         return policy
-
-
-register("math")(MathDomain)
-register("math-python")(partial(MathDomain, toolset=toolsets.python))
-register("math-notebook")(partial(MathDomain, toolset=toolsets.notebook))
 
 
 def _require_verifier(problems: Sequence[Problem]) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from fastturn.config import ConfigError
 from fastturn.envs.arithmetic import CALCULATOR
 from fastturn.envs.base import Env, Message, Task
 from fastturn.envs.calculator import calculator_call
 from fastturn.envs.python import NotebookEnv, python_call, python_tool, run_program
 from fastturn.envs.sandbox import Sandbox
 from fastturn.envs.tools import Grade, Tool, ToolEnv
+from fastturn.options import nearest
 
 Prompt = Callable[[Task], list[Message]]
 Grader = Callable[[Task, str], Grade]
@@ -62,6 +64,19 @@ def notebook(timeout_s: float) -> Toolset:
 
     tool = python_tool(partial(run_program, sandbox), "Variables are kept between calls.")
     return Toolset(tool, "Use Python for calculations; print what you need.", _printing, env)
+
+
+TOOLSETS = {"calculator": calculator, "python": python, "notebook": notebook}
+
+
+def toolset(name: str, timeout_s: float) -> Toolset:
+    """The toolset `name`. Raises `ConfigError` for an unknown name, and as `python`."""
+    if name not in TOOLSETS:
+        raise ConfigError(
+            f"data.domain: tool={name!r}: expected one of {', '.join(TOOLSETS)}; the nearest is "
+            f"{nearest(name, TOOLSETS)!r}"
+        )
+    return TOOLSETS[name](timeout_s)
 
 
 def _printing(expression: str) -> str:

@@ -92,7 +92,6 @@ def test_known_formats(
         ),
         ({}, r"found the keys \(none\)"),
         ({"question": "Q", "answer": None}, "found the keys"),
-        ([1], "expected a JSON object, found list"),
         ({"question": "Q", "answer": ["a"]}, "'answer' is list, expected a string or a number"),
         ({"question": "Q", "answer": True}, "'answer' is bool"),
         ({"question": "Q", "answer": "so #### "}, "no answer in 'answer'"),
@@ -110,8 +109,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         load_domain(config(str(tmp_path / "missing.jsonl")))
     with pytest.raises(ConfigError, match=r"data\.path is empty"):
         load_domain(config(""))
-    with pytest.raises(DomainError, match="no problems in it"):
+    with pytest.raises(DomainError, match="nothing in it"):
         load_domain(config(write(tmp_path / "empty.jsonl", [])))
+    with pytest.raises(DomainError, match=r"list\.jsonl:1: expected a JSON object, found list"):
+        load_domain(config(write(tmp_path / "list.jsonl", [[1]])))
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"question": "Q", "answer": "1"}\n\n{"question": \n')
     with pytest.raises(DomainError, match=r"broken\.jsonl:3: not valid JSON .* repair or remove"):

@@ -101,14 +101,14 @@ def test_a_notebook_keeps_variables_and_forks(box: Sandbox) -> None:
     assert pickle.dumps(siblings[1].snapshot()) != state  # one more cell
 
 
-@pytest.mark.parametrize("name", ["math-python", "math-notebook"])
-def test_word_problems_with_python(box: Sandbox, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("tool", ["python", "notebook"])
+def test_word_problems_with_python(box: Sandbox, tmp_path: Path, tool: str) -> None:
     rows = [
         {"question": f"{n} and 3?", "answer": f"<<{n}+3={n + 3}>> #### {n + 3}"} for n in range(9)
     ]
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = Data(domain=name, path=str(file), eval_tasks=2)
+    data = Data(domain=f"math:tool={tool}", path=str(file), eval_tasks=2)
     domain = load_domain(Config(data=data, model=Model(path="somewhere")))
     assert [tool["function"]["name"] for tool in domain.tools] == ["python"]
     task, env = domain.train_tasks[0], domain.env()
@@ -119,3 +119,11 @@ def test_word_problems_with_python(box: Sandbox, tmp_path: Path, name: str) -> N
     assert called.messages[0]["content"] == task.data["answer"] + "\n" and not called.done
     ended = env.step(parse_action(policy([*messages, *called.messages])))
     assert ended.done and ended.reward == 1.0
+
+
+def test_an_unknown_tool_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": "2"}\n')
+    data = Data(domain="math:tool=pyton", path=str(file), eval_tasks=1)
+    with pytest.raises(ConfigError, match=r"tool='pyton': expected one of .*nearest is 'python'"):
+        load_domain(Config(data=data))
