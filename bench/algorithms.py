@@ -1,107 +1,193 @@
-"""Algorithms at an equal number of rollouts: what they reach, what it costs, where the time went.
+"""Algorithms at an equal budget: what they reach, what it costs, where the time went.
 
-    .venv/bin/python scripts/bench algorithms rtpo grpo --seeds 5 --rollouts 9600 --no-record
+    .venv/bin/python scripts/bench algorithms --no-record                        # small, both tasks
+    .venv/bin/python scripts/bench algorithms rtpo grpo grpo/full_history --task workshop
 
-Every algorithm of one seed starts from the same warm policy and stops at the first iteration that
-fills the budget; evaluation and warm start are not counted. Seconds are those of this process, with
-the sampler in it, so they are device-seconds of one core.
+Runs are recorded one by one in results/races.jsonl and never repeated, so a long comparison can be
+made in pieces (`--limit-s`). The table holds every recorded run of the task and budget, whichever
+entrants were named: means over seeds with 95 % bootstrap intervals, and the difference to the first
+entrant within seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from fastturn import trainer
+import numpy as np
+
 from fastturn.algorithms import ALGORITHMS
-from fastturn.run import Run
 
-from .command import one_of, options, parser, report
-from .quickstarts import opened, warm_weights
-from .record import Measured
+from .command import one_of, options, parser
+from .races import RACES, TASKS, Budget, Race, Result, missing, raced, record, recorded
 
-# What the time of a span is spent on; the rest of an iteration is "other".
-PARTS = {
-    "sampling": ("trunk_decode", "sibling_decode", "environment", "prefill"),
-    "training": ("pack", "score", "forward_backward", "optimizer"),
-    "publish": ("publish",),
-}
+ENTRANTS = (*ALGORITHMS, *(f"{name}/full_history" for name in ("grpo", "gspo", "seeupo")))
+DRAWS = 10_000  # of a bootstrap
+Interval = tuple[float, float, float]  # mean, low, high
 
 
-def outcome(algorithm: str, seed: int, rollouts: int, warm_steps: int) -> dict[str, float]:
-    """What one run reached and spent."""
-    pairs = (f"algorithm={algorithm}", f"seed={seed}", "warm.steps=0", "data.eval_tasks=256")
-    with opened((*pairs, "iterations=100000")) as run:
-        run.policy.load_state_dict(warm_weights(warm_steps, seed))
-        trainer.warm_start(run)  # no steps, but from here on it trains
-        before, start_s = spans(run), time.process_time()
-        records: list[dict[str, Any]] = []
-        while run.cursor.totals["rollouts"] < rollouts:
-            records.append(trainer.one_iteration(run))
-        spent_s = time.process_time() - start_s
-        after = spans(run)
-        after.subtract(before)
-        reached = trainer.held_out(run, "after")
-        totals = run.cursor.totals
-    share = {name: sum(after[span] for span in of) / 1e9 for name, of in PARTS.items()}
-    drawn = totals["rollouts"]
-    solved = sum(r["success"] * r["rollouts"] for r in records)
-    tokens = sum(r["action_tokens_mean"] * r["rollouts"] for r in records)
-    cut = sum(r["endings"].get("truncated", 0) for r in records)
-    return {
-        "success, sampled": reached.success,
-        "success, greedy": reached.greedy,
-        "rollouts": drawn,
-        "iterations": len(records),
-        "s / 1000 rollouts": 1000 * spent_s / drawn,
-        **{f"s / 1000 rollouts, {name}": 1000 * s / drawn for name, s in share.items()},
-        "silent groups": totals["groups_silent"] / max(1, totals["groups"]),
-        "tokens packed / rollout": totals["tokens_packed"] / drawn,
-        "tokens / success": tokens / max(1.0, solved),
-        "truncated": cut / drawn,
-    }
+def interval(values: Sequence[float]) -> Interval:
+    """The mean and its 95 % percentile bootstrap; the same values always give the same one.
+
+    Example: of (1, 1, 1) it is (1, 1, 1).
+    """
+    values_N = np.asarray(values, np.float64)
+    draw_DN = np.random.default_rng(0).integers(len(values_N), size=(DRAWS, len(values_N)))
+    low, high = np.quantile(values_N[draw_DN].mean(1), (0.025, 0.975))
+    return float(values_N.mean()), float(low), float(high)
 
 
-def spans(run: Run) -> Counter[str]:
-    """Nanoseconds by span until now."""
-    return Counter(run.meter.state()["spans_ns"])
+def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[str, Interval]]]:
+    """(entrant, metric -> interval over seeds) of every entrant, with what it adds to the success
+    of `first` and its cost over that of `first` within seeds."""
+    seeds: dict[str, dict[int, Result]] = {}
+    for result in results:
+        seeds.setdefault(result.race.name, {})[result.race.seed] = result
+    base = seeds.get(first, {})
+    for name, by_seed in seeds.items():
+        found = list(by_seed.values())
+        pairs = [(by_seed[seed], base[seed]) for seed in by_seed.keys() & base.keys()]
+        columns: dict[str, list[float]] = {
+            "sampled": [r.curve[-1].sampled for r in found],
+            "greedy": [r.curve[-1].greedy for r in found],
+            "more than first": [a.curve[-1].sampled - b.curve[-1].sampled for a, b in pairs],
+            "cost / first": [_cost(a) / _cost(b) for a, b in pairs],
+            "device-s": [r.curve[-1].seconds for r in found],
+            "zero advantage": [r.metrics["zero advantage"] for r in found],
+            "tool calls": [r.metrics["tool calls"] for r in found],
+            "tokens / success": [r.metrics["tokens / success"] for r in found],
+            "truncated": [r.metrics["truncated"] for r in found],
+            "ratio": [math.exp(r.metrics["log ratio"]) for r in found],
+        }
+        yield name, {c: interval(values) for c, values in columns.items() if values}
 
 
-def measure(names: Sequence[str], seeds: int, rollouts: int, warm_steps: int) -> Iterator[Measured]:
-    """Every metric of every algorithm over the seeds, and its cost beside the first one's."""
-    config = {"rollouts": rollouts, "warm_steps": warm_steps}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for seed in range(seeds):  # seeds outside: a slow spell of the machine hits all alike
-        for name in names:
-            found[name].append(outcome(name, seed, rollouts, warm_steps))
-    case = f"algorithms/quickstart rollouts={rollouts}"
-    first = found[names[0]]
+def _cost(result: Result) -> float:
+    return result.metrics["s / 1000 rollouts"]
+
+
+PLAIN = ("tokens / success", "device-s")  # printed without decimals
+BARE = ("tool calls", "truncated", "cost / first", *PLAIN)  # printed without their interval
+
+
+def markdown(rows: Sequence[tuple[str, Mapping[str, Interval]]], seeds: Mapping[str, int]) -> str:
+    """The table as it stands in the documentation."""
+    columns = list(dict.fromkeys(column for _, row in rows for column in row))
+    lines = ["| " + " | ".join(("entrant (seeds)", *columns)) + " |", "|---" * (len(columns) + 1)]
+    lines[1] += "|"
+    for name, row in rows:
+        cells = [_cell(column, row[column]) if column in row else "" for column in columns]
+        lines.append("| " + " | ".join((f"{name} ({seeds[name]})", *cells)) + " |")
+    return "\n".join(lines)
+
+
+def _cell(column: str, value: Interval) -> str:
+    digits = 0 if column in PLAIN else 4 if column == "ratio" else 3
+    mean, low, high = (f"{x:.{digits}f}" for x in value)
+    return mean if column in BARE else f"{mean} [{low}, {high}]"
+
+
+def plotted(results: Sequence[Result], path: Path) -> None:
+    """Success against rollouts and against device-seconds: the mean over seeds at every evaluation,
+    with the range of the seeds as a band."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    names = list(dict.fromkeys(result.race.name for result in results))
     for name in names:
-        for metric in first[0]:
-            values = tuple(one[metric] for one in found[name])
-            yield Measured(case, name, metric, "1", values, config)
-        pairs = zip(found[name], first, strict=True)
-        cost = tuple(a["s / 1000 rollouts"] / b["s / 1000 rollouts"] for a, b in pairs)
-        yield Measured(case, name, f"cost / {names[0]}", "1", cost, config)
+        curves = [r.curve for r in results if r.race.name == name]
+        length = min(map(len, curves))
+        sampled_SP = np.array([[p.sampled for p in curve[:length]] for curve in curves])
+        for axes, x in zip(panels, ("rollouts", "seconds"), strict=True):
+            x_P = np.mean([[getattr(p, x) for p in curve[:length]] for curve in curves], 0)
+            (line,) = axes.plot(x_P, sampled_SP.mean(0), marker="o", markersize=3, label=name)
+            band = {"color": line.get_color(), "alpha": 0.15, "linewidth": 0}
+            axes.fill_between(x_P, sampled_SP.min(0), sampled_SP.max(0), **band)
+    for axes, label in zip(panels, ("rollouts", "device-seconds"), strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("success, sampled at T = 1")
+    panels[1].legend(fontsize=7)
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "fastturn"}
+    ):  # equal data, equal bytes
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def races(args: argparse.Namespace, task: str) -> list[Race]:
+    """Seeds outside: a slow spell of the machine hits all alike."""
+    budget = Budget(args.rollouts, args.seconds)
+    settings = tuple(args.set)
+    return [
+        Race(task, name, settings, seed, args.warm_steps, budget)
+        for seed in range(args.seeds)
+        for name in args.names
+    ]
 
 
 def arguments() -> argparse.ArgumentParser:
     found = parser("algorithms", __doc__, repeats=1)
     found.add_argument(
-        "names", nargs="*", type=one_of("algorithm", ALGORITHMS), help="the first is the measure"
+        "names", nargs="*", type=one_of("entrant", ENTRANTS), help="the first is the measure"
     )
-    found.add_argument("--seeds", type=int, default=5)
-    found.add_argument("--rollouts", type=int, default=9600)
-    found.add_argument("--warm-steps", type=int, default=600)
+    found.add_argument("--task", choices=TASKS, action="append", help="all of them if not given")
+    found.add_argument("--seeds", type=int, default=2)
+    found.add_argument("--rollouts", type=int, default=4800, help="0: only --seconds ends a run")
+    found.add_argument("--seconds", type=float, default=0.0, help="device-seconds; 0: no limit")
+    found.add_argument("--warm-steps", type=int, default=300)
+    found.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    found.add_argument("--limit-s", type=float, default=math.inf, help="begin no run after it")
+    found.add_argument("--plot", type=Path, help="folder for a picture of each task")
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(arguments(), argv)
-    args.device = "cpu"
-    names = args.names or ["grpo", "rtpo"]
-    rows = measure(names, args.seeds, args.rollouts, args.warm_steps)
-    return report("algorithms", rows, args)
+    parsed = arguments()
+    args = options(parsed, argv)
+    if not (args.rollouts or args.seconds):
+        parsed.error("--rollouts 0 --seconds 0: a run would never end; give one of them")
+    args.names = args.names or ["grpo", "rtpo"]
+    begun_s = time.perf_counter()
+    for task in args.task or TASKS:
+        wanted = races(args, task)
+        known = [] if args.no_record else recorded(RACES)
+        for race in missing(wanted, known):
+            if time.perf_counter() - begun_s > args.limit_s:
+                print("time is up: the same command goes on with what is missing")
+                break
+            known.append(raced(race))
+            if not args.no_record:
+                record(known[-1])
+            print(said(known[-1]), flush=True)
+        shown(task, [r for r in known if _alike(r.race, wanted[0])], wanted[0].name, args.plot)
+    return 0
+
+
+def _alike(race: Race, other: Race) -> bool:
+    """Whether both belong in one table."""
+    return (race.task, race.warm_steps, race.budget) == (other.task, other.warm_steps, other.budget)
+
+
+def said(result: Result) -> str:
+    race, last = result.race, result.curve[-1]
+    return (
+        f"{race.task} {race.name} seed {race.seed}: {last.sampled:.3f} sampled, "
+        f"{last.greedy:.3f} greedy, {last.rollouts} rollouts, {last.seconds:.0f} s"
+    )
+
+
+def shown(task: str, results: Sequence[Result], first: str, folder: Path | None) -> None:
+    """Print the table of a task, and draw it."""
+    seeds: dict[str, Any] = {}
+    for result in results:
+        seeds[result.race.name] = seeds.get(result.race.name, 0) + 1
+    if results:
+        print(f"\n{task}\n{markdown(list(compared(results, first)), seeds)}", flush=True)
+    if results and folder is not None:
+        plotted(results, folder / f"algorithms-{task}.svg")

@@ -33,8 +33,8 @@ def opened(pairs: Sequence[str]) -> Iterator[Run]:
 
 
 @functools.cache
-def warm_weights(steps: int, seed: int = 0) -> dict[str, Tensor]:
+def warm_weights(steps: int, pairs: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Of a policy that solves some tasks, so that groups have something to teach."""
-    with opened([f"warm.steps={steps}", f"seed={seed}"]) as run:
+    with opened([f"warm.steps={steps}", *pairs]) as run:
         trainer.warm_start(run)
         return {name: value.clone() for name, value in run.policy.state_dict().items()}

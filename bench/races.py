@@ -1,0 +1,193 @@
+"""One training run of an algorithm, measured: what it reached by when, and what that cost.
+
+    entrant (algorithm, settings) x task x seed -> Result, one line of results/races.jsonl
+
+All entrants of a seed start from the same warm policy. Seconds are those of this process, with the
+sampler in it, so they are device-seconds of one core; warm start and evaluations are not in them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fastturn import trainer
+from fastturn.evaluate import Evaluation
+from fastturn.run import Run
+
+from .full_history import FullHistory
+from .quickstarts import opened, warm_weights
+from .record import RESULTS, git, require_clean
+
+RACES = RESULTS / "races.jsonl"
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "calculator": (),
+    "workshop": (
+        "data.domain=workshop:flaws=0.15",
+        "context=strip_think",
+        "turns=7",
+        "sampling.episode_tokens=224",
+        "model.max_context=512",
+    ),
+}
+# What the time of a span is spent on; the rest of an iteration is "other".
+PARTS = {
+    "sampling": ("trunk_decode", "sibling_decode", "environment", "prefill"),
+    "training": ("pack", "score", "forward_backward", "optimizer"),
+    "publish": ("publish",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Until when a run trains: the first iteration that fills either of them. `evaluations`: how
+    often success is measured on the way, evenly by rollouts (by seconds without a limit on these).
+
+    Example: `Budget(rollouts=9600)`.
+    """
+
+    rollouts: int = 0
+    seconds: float = 0.0
+    evaluations: int = 5
+    eval_tasks: int = 256
+
+    def spent(self, rollouts: float, seconds: float) -> float:
+        """The share that is used up."""
+        by_rollouts = rollouts / self.rollouts if self.rollouts else 0.0
+        by_seconds = seconds / self.seconds if self.seconds else 0.0
+        return max(by_rollouts, by_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What is run. `entrant`: an algorithm, or `name/full_history`; `settings`: overrides beyond
+    the task's own. Example: `Race("workshop", "rtpo", ("optim.lr=1e-3",), 0, 300, Budget(5000))`.
+    """
+
+    task: str
+    entrant: str
+    settings: tuple[str, ...]
+    seed: int
+    warm_steps: int
+    budget: Budget
+
+    @property
+    def algorithm(self) -> str:
+        return self.entrant.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """How a table calls it. Example: "rtpo optim.lr=1e-3"."""
+        return " ".join((self.entrant, *self.settings))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Held-out success at one moment."""
+
+    rollouts: int
+    seconds: float
+    sampled: float
+    greedy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a race came to; `metrics` are numbers of the whole run."""
+
+    race: Race
+    curve: tuple[Point, ...]
+    metrics: Mapping[str, float]
+
+
+def raced(race: Race) -> Result:
+    """Run it."""
+    fixed = (f"seed={race.seed}", f"data.eval_tasks={race.budget.eval_tasks}")
+    pairs = (*TASKS[race.task], *fixed, *race.settings)
+    endless = ("warm.steps=0", "iterations=100000")
+    with opened((f"algorithm={race.algorithm}", *pairs, *endless)) as run:
+        run.policy.load_state_dict(warm_weights(race.warm_steps, pairs))
+        trainer.warm_start(run)  # no steps, but from here on it trains
+        if race.entrant.endswith("/full_history"):
+            run.learner = FullHistory(run)
+        before, found = spans(run), trainer.held_out(run, "before")
+        records, curve = [], [_point(run, 0.0, found)]
+        spent_s = share = 0.0
+        while share < 1:
+            start_s = time.process_time()
+            records.append(trainer.one_iteration(run))
+            spent_s += time.process_time() - start_s
+            share = race.budget.spent(run.cursor.totals["rollouts"], spent_s)
+            if share >= min(1, len(curve) / race.budget.evaluations):
+                found = trainer.held_out(run, "during")
+                curve.append(_point(run, spent_s, found))
+        used = spans(run)
+        used.subtract(before)
+        calls = {"tool calls": found.tool_calls_mean, "turns": found.turns_mean}
+        return Result(race, tuple(curve), calls | metrics(run, records, used, spent_s))
+
+
+def spans(run: Run) -> Counter[str]:
+    """Nanoseconds by span until now."""
+    return Counter(run.meter.state()["spans_ns"])
+
+
+def _point(run: Run, seconds: float, found: Evaluation) -> Point:
+    return Point(run.cursor.totals["rollouts"], seconds, found.success, found.greedy)
+
+
+def metrics(
+    run: Run, records: Sequence[Mapping[str, Any]], spans_ns: Mapping[str, int], spent_s: float
+) -> dict[str, float]:
+    """Of all iterations together."""
+    totals = run.cursor.totals
+    drawn = totals["rollouts"]
+    solved = sum(r["success"] * r["rollouts"] for r in records)
+    tokens = sum(r["action_tokens_mean"] * r["rollouts"] for r in records)
+    cut = sum(r["endings"].get("truncated", 0) for r in records)
+    ratio = totals["log_ratio_sum"] / max(1, totals["actions_first"])
+    parts = {name: sum(spans_ns[span] for span in of) / 1e9 for name, of in PARTS.items()}
+    return {
+        "s / 1000 rollouts": 1000 * spent_s / drawn,
+        **{f"s / 1000 rollouts, {name}": 1000 * s / drawn for name, s in parts.items()},
+        "zero advantage": totals["groups_silent"] / max(1, totals["groups"]),
+        "tokens / success": tokens / max(1.0, solved),
+        "truncated": cut / drawn,
+        "log ratio": ratio,
+        "tokens packed / rollout": totals["tokens_packed"] / drawn,
+        "iterations": len(records),
+    }
+
+
+def recorded(path: Path = RACES) -> list[Result]:
+    """Everything in the file."""
+    if not path.exists():
+        return []
+    return [_result(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _result(line: Mapping[str, Any]) -> Result:
+    race = dict(line["race"])
+    race["settings"] = tuple(race["settings"])
+    race["budget"] = Budget(**race["budget"])
+    curve = tuple(Point(**point) for point in line["curve"])
+    return Result(Race(**race), curve, line["metrics"])
+
+
+def record(result: Result, path: Path = RACES) -> None:
+    """Append a line, with the commit that ran; `DirtyTree` when the tree is not that commit."""
+    require_clean()
+    line = {**asdict(result), "commit": git("rev-parse", "HEAD")}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def missing(races: Sequence[Race], known: Sequence[Result]) -> Iterator[Race]:
+    """Those that nothing is recorded of."""
+    done = {result.race for result in known}
+    return (race for race in races if race not in done)

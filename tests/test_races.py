@@ -1,0 +1,168 @@
+"""Algorithms side by side: what a run's record holds, that it is kept, and what contexts it scores
+when it is told to score full histories."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastturn import trainer
+from fastturn.bench import algorithms, races
+from fastturn.bench.full_history import FullHistory, with_history
+from fastturn.bench.quickstarts import opened
+from fastturn.bench.races import Budget, Point, Race, Result
+from fastturn.demos import demonstrate
+from fastturn.render import Renderer
+
+PARITY = Path(__file__).with_name("parity.py")
+SMALL = ("model.width=32", "model.layers=1", "tasks=4", "warm.batch=8", "group_size=4")
+FORGETS = (f"data.domain={PARITY}:Graded", "turns=3", "context=truncate:12")
+TASK = (*races.TASKS["workshop"], *SMALL, "data.eval_tasks=8")
+BUDGET = Budget(rollouts=64, evaluations=2, eval_tasks=8)
+
+
+def race(entrant: str, seed: int = 0) -> Race:
+    return Race("parity", entrant, SMALL, seed, 20, BUDGET)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(races, "TASKS", {"parity": FORGETS})
+        return {name: races.raced(race(name)) for name in ("rtpo", "grpo", "grpo/full_history")}
+
+
+def test_a_run_ends_with_its_budget(results):
+    for result in results.values():
+        rollouts = [point.rollouts for point in result.curve]
+        assert rollouts[0] == 0 and rollouts[-1] >= BUDGET.rollouts
+        assert all(a < b for a, b in pairwise(rollouts))
+        seconds = [point.seconds for point in result.curve]
+        assert seconds[0] == 0 and all(a < b for a, b in pairwise(seconds))
+        metrics = result.metrics
+        parts = sum(metrics[f"s / 1000 rollouts, {part}"] for part in races.PARTS)
+        assert parts > 0
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert 0 <= metrics["zero advantage"] <= 1 and metrics["turns"] >= 1
+    first = {result.curve[0].sampled for result in results.values()}
+    assert len(first) == 1, "all start from the same policy"
+
+
+def test_exact_contexts_have_ratio_one_and_full_histories_have_not(results):
+    """RTPO eq. 2 and 5: the same rollouts, scored where they were drawn or in the whole history."""
+    assert abs(math.exp(results["rtpo"].metrics["log ratio"]) - 1) < 1e-4
+    assert abs(math.exp(results["grpo"].metrics["log ratio"]) - 1) < 1e-4
+    assert abs(math.exp(results["grpo/full_history"].metrics["log ratio"]) - 1) > 1e-3
+
+
+@pytest.mark.parametrize("context", ["keep", "strip_think", "truncate:40", "summarise"])
+def test_full_histories_keep_everything(context):
+    """Every context is the one before it, the action, and the answer; where nothing is forgotten
+    they are the contexts that were sampled from, id by id."""
+    with opened((*TASK, f"context={context}")) as run:
+        tasks = trainer.pick(run, 0, 12, "train")
+        shown = demonstrate(run.domain, run.rollout.renderer, tasks, run.config.turns, (0,))
+        renderer = Renderer(run.tokenizer, run.domain.tools)
+        longer = []
+        for task, trajectory in zip(tasks, shown, strict=True):
+            whole = with_history(run.domain, renderer, task, trajectory)
+            assert [t.completion for t in whole.turns] == [t.completion for t in trajectory.turns]
+            running_T = np.empty(0, np.int32)
+            for told_T, read_T, turn in zip(
+                whole.contexts(), trajectory.contexts(), trajectory.turns, strict=True
+            ):
+                assert told_T[: len(running_T)].tolist() == running_T.tolist()
+                if context == "keep":
+                    assert told_T.tolist() == read_T.tolist()
+                running_T = np.concatenate([told_T, turn.completion.action_A])
+            longer.append(len(told_T) - len(read_T))
+        assert max(longer) == 0 if context == "keep" else max(longer) > 0
+
+
+def test_only_contexts_differ():
+    """Where contexts forget nothing, training on full histories is the same training."""
+    found = []
+    remembers = (*FORGETS[:2], "context=keep", *SMALL, "warm.steps=20", "algorithm=grpo")
+    for full in (False, True):
+        with opened(remembers) as run:
+            trainer.warm_start(run)
+            if full:
+                run.learner = FullHistory(run)
+            trainer.one_iteration(run)
+            assert run.cursor.totals["groups_silent"] < run.cursor.totals["groups"]
+            found.append({n: v.clone() for n, v in run.policy.state_dict().items()})
+    assert all(found[0][name].equal(found[1][name]) for name in found[0])
+
+
+def result(entrant: str, seed: int, sampled: float) -> Result:
+    metrics = {
+        name: 1.0
+        for name in ("zero advantage", "tool calls", "tokens / success", "truncated", "log ratio")
+    }
+    curve = (Point(0, 0.0, 0.2, 0.3), Point(48, 2.0, sampled, 0.9))
+    return Result(race(entrant, seed), curve, metrics | {"s / 1000 rollouts": 4.0 - seed})
+
+
+def test_results_are_kept_and_never_made_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(races, "require_clean", lambda: None)
+    path = tmp_path / "races.jsonl"
+    assert races.recorded(path) == []
+    kept = [result("rtpo", 0, 0.5), result("grpo", 0, 0.25)]
+    for one in kept:
+        races.record(one, path)
+    assert races.recorded(path) == kept
+    wanted = [race("rtpo"), race("rtpo", 1), race("grpo"), replace(race("grpo"), settings=())]
+    assert list(races.missing(wanted, kept)) == [wanted[1], wanted[3]]
+
+
+def test_the_table_compares_within_seeds():
+    results = [result("grpo", 0, 0.25), result("rtpo", 0, 0.5)]
+    results += [result("grpo", 1, 0.5), result("rtpo", 1, 0.75), result("rtpo", 2, 0.5)]
+    rows = dict(algorithms.compared(results, results[0].race.name))
+    first, second = (rows[race(name).name] for name in ("grpo", "rtpo"))
+    assert first["more than first"] == (0, 0, 0) and first["cost / first"] == (1, 1, 1)
+    assert second["more than first"] == (0.25, 0.25, 0.25)
+    assert second["sampled"][0] == pytest.approx(1.75 / 3)
+    seeds = {race("grpo").name: 2, race("rtpo").name: 3}
+    table = algorithms.markdown(list(rows.items()), seeds).splitlines()
+    assert len(table) == 4 and {line.count("|") for line in table} == {table[0].count("|")}
+    assert "| 0.250 [0.250, 0.250] |" in table[3]
+
+
+def test_intervals_cover_what_they_should():
+    """Of 400 samples of 20 normal values, the 95 % interval misses the truth in 2 % to 11 %."""
+    rng = np.random.default_rng(0)
+    missed = 0
+    for _ in range(400):
+        _, low, high = algorithms.interval(rng.normal(3.0, 2.0, 20))
+        missed += not low <= 3.0 <= high
+    assert 0.02 < missed / 400 < 0.11
+    assert algorithms.interval([0.5]) == (0.5, 0.5, 0.5)
+
+
+def test_the_picture_is_drawn(tmp_path: Path):
+    results = [result("grpo", 0, 0.25), result("rtpo", 0, 0.5), result("rtpo", 1, 0.75)]
+    for name in ("a.svg", "b.svg"):
+        algorithms.plotted(results, tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    for said in ("device-seconds", "rollouts", results[0].race.name, results[1].race.name):
+        assert f">{said}<" in text
+    assert (tmp_path / "b.svg").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("spent", "share"), [((2400, 1.0), 0.5), ((480, 9.0), 0.9), ((0, 0.0), 0.0)]
+)
+def test_a_budget_is_spent_by_what_is_used_up_first(spent, share):
+    assert Budget(rollouts=4800, seconds=10.0).spent(*spent) == share
+
+
+def test_a_run_that_would_never_end_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        algorithms.main(["grpo", "--rollouts", "0", "--no-record"])
+    assert "would never end" in capsys.readouterr().err
