@@ -12,6 +12,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,8 +36,13 @@ from fastturn.patient import (
 from fastturn.preflight import check_data, preflight
 from fastturn.publish import TOLERANCE
 from fastturn.render import Renderer
+from fastturn.rulebook import SOUND, review
+from fastturn.rules import Judged, Ruled
 from fastturn.sampler.server import EngineError, Server, ServerInfo
 from fastturn.types import Ending, Stop
+
+if TYPE_CHECKING:
+    from fastturn.rules import Move
 
 TESTED = ((0, 22), (0, 33))  # releases of vLLM, the second one excluded
 MOST_TRUNCATED, MOST_BAD_CALLS, LEAST_MIXED, LEAST_KEPT = 0.3, 0.2, 0.05, 0.5
@@ -316,6 +322,27 @@ def demonstrations(patient: Patient) -> Finding:
     )
 
 
+def path_rules(patient: Patient) -> Finding:
+    """Rules answer for what the policy does, the same twice, and leave states as they are."""
+    domain = patient.opened.domain
+    if not isinstance(domain, Ruled) or not domain.rules:
+        return Finding(SKIP, "the tasks have no path rules")
+    parse = patient.opened.rollout.renderer.parse
+    episodes: list[list[Move]] = []
+    for trunk in patient.trunks:
+        episodes.append([])
+        for point, turn in zip(trunk.snapshots, trunk.trajectory.turns, strict=True):
+            env = Judged(domain.domain.env, ())
+            env.restore(point.env_state)
+            episodes[-1] += env.carry_out(parse(turn.completion.action_A))[1]
+    tried, lines = review(domain.rules, episodes)
+    for line in lines:
+        if line.status == FAIL and line.check in SOUND:
+            return Finding(FAIL, line.measured, line.remedy)
+    told = "; ".join(f"{rule.name} {tried.rate(rule):.2f}" for rule in tried.rules)
+    return Finding(PASS, f"hits an episode: {told}; `fastturn rules` has more")
+
+
 def outcomes(patient: Patient) -> Finding:
     """Whether the policy ever earns something, and ever fails to."""
     returns = np.array([t.discounted_return(patient.config.gamma) for t in patient.episodes])
@@ -367,6 +394,7 @@ CHECKS: tuple[tuple[str, Callable[[Patient], Finding], str], ...] = (
     ("truncation", truncation, OPEN_FIRST),
     ("tool calls", calls, OPEN_FIRST),
     ("snapshots", snapshots, ENVIRONMENT),
+    ("path rules", path_rules, "mend the rules; docs/rules.md has the contract"),
     ("demonstrations", demonstrations, ENVIRONMENT),
     ("outcome reached", outcomes, OPEN_FIRST),
     ("mixed groups", mixed_groups, OPEN_FIRST),

@@ -37,6 +37,7 @@ KNOWN_ERRORS = (
     ("fastturn.config", "ConfigError", BAD_INPUT),
     ("fastturn.envs.base", "DomainError", BAD_INPUT),
     ("fastturn.render", "TemplateError", BAD_INPUT),
+    ("fastturn.rules", "RuleError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
     ("fastturn.sampler.server", "EngineError", FAILED),
     ("fastturn.serve", "ServeError", FAILED),

@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fastturn.charts import Axis, Line, line_chart
+from fastturn.pathreport import has_rules, path_charts
 from fastturn.runfiles import Record, RunFiles, mean, number
 
 ENDINGS = {
@@ -42,7 +43,8 @@ def learning_curve(run: RunFiles) -> dict[str, Any]:
 def charts(run: RunFiles) -> list[dict[str, Any]]:
     """The small charts that have data: title, note, svg and, with several lines, a legend."""
     found = []
-    for title, note, lines, axis in [*_of_stages(run), *_of_iterations(run)]:
+    of_path = path_charts(run) if has_rules(run) else []
+    for title, note, lines, axis in [*of_path, *_of_stages(run), *_of_iterations(run)]:
         known = _known(lines)
         svg = line_chart(known, axis, x_label="step" if title == "Warm start" else "iteration")
         legend = known if len(known) > 1 else []

@@ -24,6 +24,7 @@ from fastturn.excerpts import transcripts
 from fastturn.figures import ENDINGS, charts, ending_names, learning_curve
 from fastturn.meter import SPANS
 from fastturn.numerals import hours, percent, plural, short
+from fastturn.pathreport import ends, path_notes, rule_rows
 from fastturn.progress import clock_text
 from fastturn.runfiles import Record, RunFiles, load, mean, total
 
@@ -73,6 +74,7 @@ def page_content(run: RunFiles) -> dict[str, Any]:
         "stages": stage_rows(run),
         "events": event_rows(run),
         "endings": ending_rows(run),
+        "rules": rule_rows(run),
         "transcripts": transcripts(run.samples),
         "configuration": configuration(run),
         "versions": run.summary.get("versions") or {},
@@ -99,7 +101,7 @@ def notes(run: RunFiles) -> list[str]:
     if run.spans.get("lost"):
         lost_s = f"{run.spans['lost']:.1f} s"
         found.append(f"{lost_s} were done again after the run was killed (span “lost”).")
-    return found
+    return found + path_notes(run)
 
 
 def tiles(run: RunFiles) -> list[dict[str, str]]:
@@ -219,15 +221,9 @@ def _mean_of(records: Sequence[Record], key: str) -> float | None:
     return mean(record.get(key) for record in records)
 
 
-def _ends(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The first and the last tenth, at least one each."""
-    n = max(1, len(items) // 10)
-    return items[:n], items[-n:]
-
-
 def event_rows(run: RunFiles) -> list[dict[str, Any]]:
     """Events: total, and per rollout in the first and in the last tenth of the iterations."""
-    first, last = _ends([rate for _, rate in sorted(run.event_rates.items())])
+    first, last = ends([rate for _, rate in sorted(run.event_rates.items())])
     return [
         {
             "name": name,
@@ -242,7 +238,7 @@ def event_rows(run: RunFiles) -> list[dict[str, Any]]:
 def ending_rows(run: RunFiles) -> list[dict[str, Any]]:
     """Endings: rollouts, and their share in the first and in the last tenth of the iterations."""
     records = [r for r in run.of("iteration") if r.get("endings")]
-    first, last = _ends(records)
+    first, last = ends(records)
 
     def count(part: Sequence[Record], name: str) -> int:
         return sum(r["endings"].get(name, 0) for r in part)

@@ -188,6 +188,7 @@ def spoken_of(tried: Tried) -> Finding:
     return Finding(PASS, "every penalty is met by the scripts")
 
 
+SOUND = ("answers", "pure", "deterministic")  # checks without which a rule is none
 MEND = "mend the rule that is named; docs/rules.md has the contract"
 # Name and check; they look at what `try_on` found.
 DESIGN: tuple[tuple[str, Callable[[Tried], Finding]], ...] = (
@@ -213,9 +214,9 @@ def review(rules: Sequence[Rule], episodes: Sequence[list[Move]]) -> tuple[Tried
 
 def show_rules(tried: Tried, compliant: Tried | None, console: Console) -> None:
     """A row a rule: what it is, and how often the scripts meet it."""
-    heads = ["rule", "kind", "worth", "hits an episode"]
-    heads += ["of the compliant script"] if compliant else []
-    table = Table(*heads, title="path rules", title_justify="left")
+    heads = ["rule", "kind", "worth", "hits", *(["compliant"] if compliant else [])]
+    title = "path rules, and how often scripted episodes meet them"
+    table = Table(*heads, title=title, title_justify="left")
     for rule in tried.rules:
         told = Text(rule.name).append(f"\n{rule.description}", style="dim")
         rates = [f"{t.rate(rule):.2f}" for t in (tried, compliant) if t is not None]

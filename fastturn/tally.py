@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fastturn.config import Config
 from fastturn.types import Trajectory
+
+if TYPE_CHECKING:
+    from fastturn.run import Cursor
 
 
 def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") -> None:
@@ -56,6 +61,33 @@ def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) 
         "tokens_packed": tally["tokens_packed"],
         "tokens_flat": tally["tokens_flat"],
         "endings": dict(sorted(endings.items())),
+    }
+
+
+def run_summary(config: Config, cursor: Cursor) -> dict[str, Any]:
+    """What a finished run has come to; times and versions are the meter's."""
+    totals, before, after = cursor.totals, cursor.before, cursor.after
+    first = totals["actions_first"]
+    return {
+        "recipe": config.recipe,
+        "algorithm": config.algorithm,
+        "seed": config.seed,
+        "success_before": before["success"],
+        "success_after": after["success"],
+        "greedy_before": before["greedy"],
+        "greedy_after": after["greedy"],
+        "violation_free_before": before["violation_free"],
+        "violation_free_after": after["violation_free"],
+        "violation_free_greedy_after": after["violation_free_greedy"],
+        "eval_tasks": after["eval_tasks"],
+        "iterations": cursor.iteration,
+        "rollouts": totals["rollouts"],
+        "tokens_packed": totals["tokens_packed"],
+        "tokens_flat": totals["tokens_flat"],
+        "zero_advantage_share": totals["groups_silent"] / max(1, totals["groups"]),
+        "dead_share": totals["dead"] / max(1, cursor.iteration),
+        "overlap_saved_s": {name: totals[f"saved_{name}_s"] for name in ("stream", "prefetch")},
+        "ratio_geomean": math.exp(totals["log_ratio_sum"] / first) if first else None,
     }
 
 

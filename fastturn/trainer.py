@@ -47,7 +47,7 @@ from fastturn.report import write_report
 from fastturn.run import Run, RunError, open_run
 from fastturn.sampler.base import Streaming
 from fastturn.sampler.server import EngineError
-from fastturn.tally import book, iteration_record, result_rows
+from fastturn.tally import book, iteration_record, result_rows, run_summary
 from fastturn.transcripts import transcripts
 from fastturn.tree import Gathered, Unfolding
 from fastturn.types import Trunk
@@ -279,7 +279,8 @@ def one_stage(
     for name in ("tokens_packed", "tokens_flat", "groups", "groups_silent", "steps"):
         cursor.tally[name] += record[name]
     cursor.tally["kl_behavior"] = record["kl_behavior"]
-    channels = asdict(variance(sampled, config, run.learner.path_scale))
+    scale = run.learner.path_scale
+    channels = asdict(variance(sampled, config, scale)) | {"path_scale": scale}
     for name in ("log_ratio_sum", "actions_first"):
         cursor.totals[name] += record.pop(name)
     saved = {"overlap_saved_s": sampling.saved_s}
@@ -323,32 +324,8 @@ def finish(run: Run) -> dict[str, Any]:
 
 def conclude(run: Run) -> dict[str, Any]:
     """Summary and report of a finished run: the leader's work."""
-    config, cursor, totals = run.config, run.cursor, run.cursor.totals
-    first = totals["actions_first"]
     assert isinstance(run.meter, Meter)
-    summary = run.meter.summary(
-        {
-            "recipe": config.recipe,
-            "algorithm": config.algorithm,
-            "seed": config.seed,
-            "success_before": cursor.before["success"],
-            "success_after": cursor.after["success"],
-            "greedy_before": cursor.before["greedy"],
-            "greedy_after": cursor.after["greedy"],
-            "eval_tasks": cursor.after["eval_tasks"],
-            "iterations": cursor.iteration,
-            "rollouts": totals["rollouts"],
-            "tokens_packed": totals["tokens_packed"],
-            "tokens_flat": totals["tokens_flat"],
-            "zero_advantage_share": totals["groups_silent"] / max(1, totals["groups"]),
-            "dead_share": totals["dead"] / max(1, cursor.iteration),
-            "violation_free_before": cursor.before["violation_free"],
-            "violation_free_after": cursor.after["violation_free"],
-            "violation_free_greedy_after": cursor.after["violation_free_greedy"],
-            "overlap_saved_s": {name: totals[f"saved_{name}_s"] for name in ("stream", "prefetch")},
-            "ratio_geomean": math.exp(totals["log_ratio_sum"] / first) if first else None,
-        }
-    )
+    summary = run.meter.summary(run_summary(run.config, run.cursor))
     path = write_report(run.out)
     run.progress.table("run", result_rows(summary, path))
     return summary

@@ -36,7 +36,7 @@ def _transcript(credit: Credit, tokenizer: Any, iteration: int, stage: int) -> d
                 "action": tokenizer.decode(turn.completion.action_A),
                 "reward": turn.reward,
                 "advantage": advantage if weight else None,
-                "events": list(turn.events),
+                "events": [*turn.events, *(f"{hit.rule} {hit.value:+g}" for hit in turn.path)],
             }
         )
     return {

@@ -287,3 +287,37 @@ def test_the_table_fits(width):
     show("doctor", lines, console)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "->" in text and "1 warn" in text
+
+
+RULES = """
+from fastturn.rules import fulfilment, penalty
+
+@penalty(0.25, twin="good")
+def bad(state, action):
+    {bad}
+
+@fulfilment(0.25, twin="bad")
+def good(state, action):
+    return bool(action.text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "check", "status", "measured"),
+    [
+        ("return not action.text", "path rules", "pass", "hits an episode: bad 0.00"),
+        ("return action.call.name == 'x'", "opening", "fail", "rule bad raised AttributeError"),
+        ("import random; return random.random() < 0.5", "path rules", "fail", "bad gave"),
+    ],
+)
+def test_path_rules_are_tried_on_what_the_policy_does(
+    check_up, tmp_path: Path, bad: str, check: str, status: str, measured: str
+):
+    file = tmp_path / "rules.py"
+    file.write_text(RULES.format(bad=bad))
+    line = check_up(f"data.rules={file}")[check]
+    assert (line.status, measured in line.measured) == (status, True), line
+
+
+def test_tasks_without_rules_are_skipped(check_up):
+    assert check_up()["path rules"].status == "skip"

@@ -210,6 +210,26 @@ def test_whole_run_shows_every_section(whole: Path) -> None:
     assert page.text.count("seed=3") == 1
 
 
+def test_path_rules_are_shown_where_some_were_met(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=20)
+    write_report(tmp_path)
+    assert "Path rules" not in Page(tmp_path / "report.html").text
+    lines = [json.loads(x) for x in (tmp_path / "records.jsonl").read_text().splitlines()]
+    for record in lines:
+        if record["kind"] == "iteration":
+            left = 1 - record["iteration"] / 20
+            record |= {"hits": {"dials_at_night": left}, "violation_free": 1 - left}
+            record |= {"whole_turns_mean": 1 + 3 * left, "success": 0.5 * left}
+        if record["kind"] == "stage":
+            record |= {"path_scale": 1.0 if record["iteration"] < 9 else 0.5, "var_path": 0.1}
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    write_report(tmp_path)
+    text = Page(tmp_path / "report.html").text
+    for part in ("Path rules", "dials_at_night", "Violation-free episodes", "Inaction: turns"):
+        assert part in text
+    assert "began to fade in iteration 9" in text
+
+
 def test_page_needs_no_network_and_holds_no_script(whole: Path) -> None:
     page = Page(whole)
     assert not {"script", "link", "iframe", "img", "object", "embed", "base"} & set(page.tags)
