@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench scale [--update]
 
-Nothing is measured here. What one rank holds is `fastturn.plan`'s, as in `--dry-run`; the rest is
+Nothing is measured here. What one rank holds is `fastturn.memory`'s, as in `--dry-run`; the rest is
 bytes over bandwidth and FLOPs over their rate, with the assumptions of `Site` and `Work`.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from fastturn.config import Config, Model, Rollouts
-from fastturn.plan import GIB, Shape, held_gib
+from fastturn.config import Config, Dist, Model, Rollouts
+from fastturn.memory import GIB, Setting, activations_token, held_gib, step_gib
+from fastturn.shape import Shape
 
 from .roofline import DEVICES, Device
 
@@ -27,26 +28,24 @@ MEMORY_GIB = {"H100": 79, "H200": 139}  # as torch reports them
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model: what is stored, what one token uses (the same unless it has experts), and the GPUs
-    of one server."""
+    """A model and the GPUs of one of its servers."""
 
     name: str
-    stored: Shape
-    active: Shape
-    parallel: int
+    shape: Shape
+    parallel: int = 1
 
 
-def _dense(name: str, shape: Shape, parallel: int = 1) -> Subject:
-    return Subject(name, shape, shape, parallel)
+def _qwen3(*sizes: int, tied: bool = False, **experts: int) -> Shape:
+    """Of the model's own config.json."""
+    return Shape(*sizes, 151936, tied=tied, head_norms=True, **experts)
 
 
-# Of the models' own config.json. Experts are one wide MLP: 128 x 1536 stored, 8 x 1536 used.
-_EXPERTS = Shape(94, 4096, 64, 4, 128, 128 * 1536, 151936, tied=False)
+_EXPERTS = {"experts": 128, "experts_used": 8, "expert_mlp": 1536}
 SUBJECTS = (
-    _dense("Qwen3-1.7B", Shape(28, 2048, 16, 8, 128, 6144, 151936, tied=True)),
-    _dense("Qwen3-8B", Shape(36, 4096, 32, 8, 128, 12288, 151936, tied=False)),
-    _dense("Qwen3-32B", Shape(64, 5120, 64, 8, 128, 25600, 151936, tied=False), 2),
-    Subject("Qwen3-235B-A22B", _EXPERTS, replace(_EXPERTS, mlp=8 * 1536), 8),
+    Subject("Qwen3-1.7B", _qwen3(28, 2048, 16, 8, 128, 6144, tied=True)),
+    Subject("Qwen3-8B", _qwen3(36, 4096, 32, 8, 128, 12288)),
+    Subject("Qwen3-32B", _qwen3(64, 5120, 64, 8, 128, 25600), 2),
+    Subject("Qwen3-235B-A22B", _qwen3(94, 4096, 64, 4, 128, 12288, **_EXPERTS), 8),
 )
 
 
@@ -135,27 +134,29 @@ class Work:
 WORK = Work()
 
 
-def held(subject: Subject, ranks: int, shard_ranks: int = 0) -> tuple[float, float]:
-    """GiB of (a rank, rank 0) in `model.dtype=mixed`: weights, gradients and moments as float32
-    shards and gathered parts; rank 0 has the whole copy in bfloat16 that is published."""
-    config = Config(
-        model=Model(dtype="mixed"),
+def _config(shard_ranks: int = 0) -> Config:
+    return Config(
+        device="cuda",
+        model=Model(dtype="mixed", gradient_checkpointing=True),
         rollout=Rollouts(engine="vllm", urls=("http://server",), carrier="nccl"),
+        dist=Dist(shard_ranks=shard_ranks),
     )
-    config = replace(config, dist=replace(config.dist, shard_ranks=shard_ranks))
-    uses = held_gib(config, subject.stored, ranks)
-    first = sum(uses.values()) + _activations_gib(subject, WORK.micro_batch)
+
+
+def held(subject: Subject, ranks: int, shard_ranks: int = 0) -> tuple[float, float]:
+    """GiB of (a rank, rank 0) at the peak of a step in `model.dtype=mixed`; rank 0 has in addition
+    the whole copy in bfloat16 that is published."""
+    config, shape = _config(shard_ranks), subject.shape
+    uses = held_gib(config, shape, ranks)
+    step = step_gib(config, shape, ranks, WORK.micro_batch)
+    first = sum(uses.values()) + sum(step.values())
     return first - uses["weights to sample from"], first
-
-
-def _activations_gib(subject: Subject, tokens: int) -> float:
-    return tokens * subject.active.kept_token(checkpointing=True) * BFLOAT16 / GIB
 
 
 def gathered(subject: Subject) -> tuple[float, float]:
     """Bytes of a micro-batch: (all-gathers, reduce-scatters). Blocks are gathered for the forward
     and again for the backward pass, the root once, in bfloat16; gradients are summed in float32."""
-    shape = subject.stored
+    shape = subject.shape
     blocks = shape.parameters - shape.embeddings
     gathers = BFLOAT16 * (2 * blocks + shape.embeddings)
     return float(gathers), float(FLOAT32 * shape.parameters)
@@ -167,38 +168,38 @@ def traffic_s(subject: Subject, gpus: int, shard_ranks: int = 0) -> float:
     inside = shard_ranks or gpus
     seconds = sum(SITE.collective_s(size, inside) for size in gathered(subject))
     groups = gpus // inside
-    shard = FLOAT32 * subject.stored.parameters / inside
+    shard = FLOAT32 * subject.shape.parameters / inside
     return seconds + 2 * shard * (groups - 1) / groups / SITE.port_s
 
 
 def train_token_s(subject: Subject) -> float:
     """Seconds of one GPU for one packed token: forward, again for checkpoints, and backward."""
-    return 8 * subject.active.parameters / SITE.flops_s
+    return 8 * subject.shape.active_parameters / SITE.flops_s
 
 
 def publish_s(subject: Subject, trainers: int, rate: float | None = None) -> float:
     """The copy is gathered from float32 shards, then sent from rank 0 through one port (or at
     `rate` bytes a second) to all workers in one pipelined broadcast."""
-    sent = BFLOAT16 * subject.stored.parameters / (rate or SITE.port_s)
-    return SITE.collective_s(FLOAT32 * subject.stored.parameters, trainers) + sent
+    sent = BFLOAT16 * subject.shape.parameters / (rate or SITE.port_s)
+    return SITE.collective_s(FLOAT32 * subject.shape.parameters, trainers) + sent
 
 
 def sequences(subject: Subject, site: Site = SITE) -> int:
     """Whole episodes whose keys and values fit on one server: nine tenths of its memory, less the
     weights and 2 GiB a GPU for everything else."""
     room = (
-        subject.parallel * (0.9 * site.memory_gib - 2) * GIB - BFLOAT16 * subject.stored.parameters
+        subject.parallel * (0.9 * site.memory_gib - 2) * GIB - BFLOAT16 * subject.shape.parameters
     )
-    return max(0, int(room // (WORK.longest * subject.active.cache_token * BFLOAT16)))
+    return max(0, int(room // (WORK.longest * subject.shape.cache_token * BFLOAT16)))
 
 
 def token_s(subject: Subject, batch: float, site: Site = SITE) -> float:
     """Seconds of a decoding step of `batch` sequences, half as long as the longest, on one server:
     all weights and their keys and values are read once, then multiplied. Traffic between the GPUs
     of a server is left out."""
-    kept = batch * WORK.longest / 2 * subject.active.cache_token
-    read = BFLOAT16 * (subject.stored.parameters + kept) / site.memory_s
-    computed = 2 * batch * subject.active.parameters / site.flops_s
+    kept = batch * WORK.longest / 2 * subject.shape.cache_token
+    read = BFLOAT16 * (subject.shape.parameters + kept) / site.memory_s
+    computed = 2 * batch * subject.shape.active_parameters / site.flops_s
     return (read + computed) / subject.parallel
 
 
@@ -287,8 +288,10 @@ def models() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads += ("GPUs of a server", "episodes on it")
     rows = []
     for it in SUBJECTS:
-        count, cache = it.stored.parameters, it.active.cache_token * BFLOAT16
-        kept = [it.active.kept_token(way) * BFLOAT16 / 1024 for way in (False, True)]
+        count, cache = it.shape.parameters, it.shape.cache_token * BFLOAT16
+        setting = Setting.of(_config())
+        ways = (setting._replace(checkpointing=False), setting)
+        kept = [activations_token(it.shape, way) / 1024 for way in ways]
         values = [count / 1e9, BFLOAT16 * count / 1e9, 16 * count / 1e9, *kept]
         values += [cache / 1024, cache * WORK.longest / GIB]
         counts = (str(it.parallel), str(sequences(it)))
@@ -313,7 +316,7 @@ def publishing() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads += ("gather on 64 + broadcast at 8.25 GB/s, s",)
     rows = []
     for it in SUBJECTS:
-        sent = BFLOAT16 * it.stored.parameters
+        sent = BFLOAT16 * it.shape.parameters
         gathers = [SITE.collective_s(2 * sent, gpus) for gpus in (8, 64)]
         values = [sent / 1e9, *gathers, sent / SITE.port_s, publish_s(it, 64, 8.25e9)]
         rows.append((it.name, *map(number, values)))

@@ -1,140 +1,21 @@
 """What a run would do and need, worked out from the configuration alone: `--dry-run`.
 
 Nothing is started, loaded or downloaded, and torch is not imported: counts follow from the
-configuration, memory from the model's `config.json` (or from the rule that builds the small Qwen3).
+configuration, memory from the model's sizes (`memory.py`).
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from fastturn.algorithms import algorithm_of
-from fastturn.config import Config, ConfigError, as_dict
-
-GIB = 2**30
-# Limits of parts that this file cannot import without torch; a test compares them with the parts.
-HEAD_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that the fused head holds at a time
-RESIDENT_TOKENS = 65536  # most tokens that the sampler decodes at once
-STORE_GIB = 0.5  # keys and values that it keeps for the next call
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a dense transformer that memory depends on (H, K, E, V as in `types.py`)."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    mlp: int
-    vocabulary: int
-    tied: bool
-    positions: int | None = None  # most tokens that the model reads, where it states a limit
-
-    @property
-    def parameters(self) -> int:
-        """Weights of embeddings, attention, gated MLP and norms; biases are left out.
-
-        Example: SmolLM2-135M gives 134 515 008, as counted by transformers.
-        """
-        attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_width
-        block = attention + 3 * self.width * self.mlp + 2 * self.width
-        return self.embeddings + self.layers * block + self.width
-
-    def adapters(self, rank: int) -> int:
-        """Weights of adapters of this rank in every linear layer of the blocks.
-
-        Example: rank 16 in SmolLM2-135M gives 4 884 480, as counted by peft.
-        """
-        queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
-        attention = 2 * (self.width + queries) + 2 * (self.width + keys)
-        return self.layers * rank * (attention + 3 * (self.width + self.mlp))
-
-    @property
-    def embeddings(self) -> int:
-        """Weights of the embedding and the head, which may be one."""
-        return self.vocabulary * self.width * (1 if self.tied else 2)
-
-    @property
-    def activations_token(self) -> int:
-        """Numbers that one layer keeps for the backward pass of one token.
-
-        Fitted to what autograd saves in Qwen3 and Llama at several widths; within 25 % of both.
-        """
-        attention = 4 * (self.heads + self.kv_heads) * self.head_width
-        return 5 * self.width + attention + 4 * self.mlp
-
-    def kept_token(self, checkpointing: bool) -> int:
-        """Numbers that all layers keep for one token: those of every layer, or every layer's input
-        and those of the one that is computed again."""
-        if checkpointing:
-            return self.activations_token + self.layers * self.width
-        return self.layers * self.activations_token
-
-    @property
-    def cache_token(self) -> int:
-        """Keys and values of one token. Example: 11 520 for SmolLM2-135M."""
-        return 2 * self.layers * self.kv_heads * self.head_width
-
-
-SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True, positions=8192)
-
-
-def shape_of(config: Config) -> Shape | None:
-    """The shape of `model.path`, or None for a hub id that is not on this machine yet.
-
-    Raises `ConfigError` when the path is a folder without a readable `config.json`.
-    """
-    path = config.model.path
-    if not path:
-        width = config.model.width
-        heads = (4, 2, width // 4, 3 * width)
-        return Shape(config.model.layers, width, *heads, config.model.vocabulary, tied=True)
-    if path == "smollm2-135m":
-        return SMOLLM2_135M
-    file = Path(path) / "config.json" if Path(path).is_dir() else _cached_config(path)
-    if file is None:
-        return None
-    try:
-        return _read_shape(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.path={path!r}: expected a folder in Hugging Face format, but {file.name} "
-            f"cannot be read ({error!r}); name a folder written by save_pretrained"
-        ) from error
-
-
-def _read_shape(values: Mapping[str, Any]) -> Shape:
-    values = values.get("text_config") or values
-    heads = values["num_attention_heads"]
-    return Shape(
-        layers=values["num_hidden_layers"],
-        width=values["hidden_size"],
-        heads=heads,
-        kv_heads=values.get("num_key_value_heads") or heads,
-        head_width=values.get("head_dim") or values["hidden_size"] // heads,
-        mlp=values["intermediate_size"],
-        vocabulary=values["vocab_size"],
-        tied=bool(values.get("tie_word_embeddings", False)),
-        positions=values.get("max_position_embeddings"),
-    )
-
-
-def _cached_config(hub_id: str) -> Path | None:
-    """`config.json` of a hub id in the local cache of Hugging Face, newest snapshot first."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = home / "hub" / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    found = sorted(folder.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    return found[-1] if found else None
+from fastturn.config import Config, as_dict
+from fastturn.memory import KEPT_CACHE, PROCESS_GIB, held_gib, sampling_gib, step_gib
+from fastturn.shape import shape_of
 
 
 def derive(config: Config) -> dict[str, int]:
@@ -168,80 +49,20 @@ def derive(config: Config) -> dict[str, int]:
     }
 
 
-def memory_gib(config: Config, ranks: int = 1) -> dict[str, float]:
-    """Upper estimates in GiB by use, for one of `ranks` processes, with their sum under "total";
-    empty when the shape is unknown.
-
-    Keys and values of the sampler are counted at full context for every sibling of a stage, up to
-    its own limits; shared contexts make them smaller.
-    """
+def memory_gib(config: Config, ranks: int = 1) -> list[dict[str, float]]:
+    """GiB by use of one of `ranks` processes: what is held as long as the run lasts, what the peak
+    of a step of full micro-batches adds to it, what sampling adds at most; empty when the shape is
+    unknown. A step and sampling are never in hand at the same time."""
     shape = shape_of(config)
     if shape is None:
-        return {}
-    size = _compute_bytes(config)
+        return []
     derived = derive(config)
-    tokens = derived["tokens_microbatch"]
-    activations = tokens * shape.kept_token(config.model.gradient_checkpointing)
     rows = -(-max(derived["rollouts_stage"], config.data.eval_tasks) // ranks)
-    resident = min(rows * config.model.max_context, RESIDENT_TOKENS)
-    decode = resident * shape.cache_token * size
-    logits = tokens * shape.vocabulary * 4
-    uses = {
-        "activations of a micro-batch": activations * size,
-        "logits of a head chunk": min(logits, HEAD_BYTES.get(config.device, HEAD_BYTES["cpu"])),
-        "keys and values in decoding": decode,
-        "keys and values kept": min(decode, STORE_GIB * GIB),
-    }
-    gib = {name: value / GIB for name, value in uses.items() if value}
-    gib = held_gib(config, shape, ranks) | gib
-    return gib | {"total": sum(gib.values())}
-
-
-def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
-    """What one of `ranks` processes holds of the model as long as the run lasts, in GiB by use.
-
-    Example: 1.7 billion parameters in float32 on 8 ranks: weights .79, gradients .79, moments 1.58,
-    and 6.33 for the whole copy that each samples from.
-    """
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    share = config.dist.shard_ranks or ranks
-    weights, trained = shape.parameters * width / share, shape.parameters * width / share
-    if config.model.lora_rank:
-        trained = shape.adapters(config.model.lora_rank) * 4 / share
-        weights += trained
-    referred = config.loss.kl_coef > 0 and not config.starts_as_reference
-    fsdp = ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload
-    copied = fsdp or (config.rollout.engine == "local" and algorithm_of(config).lags)
-    block = (shape.parameters - shape.embeddings) / shape.layers
-    uses = {
-        "weights": weights,
-        "gradients": trained,
-        "AdamW moments": 2 * trained,
-        "reference weights": shape.parameters * width / share if referred else 0,
-        "weights to sample from": copied * shape.parameters * _compute_bytes(config),
-        "gathered weights and gradients": fsdp * 2 * width * (shape.embeddings + 2 * block),
-    }
-    return {name: value / GIB for name, value in uses.items() if value}
-
-
-def require_memory(config: Config, ranks: int, device_gib: float) -> None:
-    """`ConfigError`, with the arithmetic, when what a rank must hold exceeds its device."""
-    shape = shape_of(config)
-    if shape is None or config.dist.cpu_offload:
-        return
-    held = held_gib(config, shape, ranks)
-    if sum(held.values()) > device_gib:
-        terms = " + ".join(f"{name} {gib:.2f}" for name, gib in held.items())
-        raise ConfigError(
-            f"{shape.parameters / 1e9:.2f} billion parameters in {config.model.dtype} on {ranks} "
-            f"rank{'s' * (ranks > 1)}: {terms} = {sum(held.values()):.2f} GiB on each, which has "
-            f"{device_gib:.2f} GiB; use more ranks, model.dtype=bfloat16, dist.cpu_offload=true, "
-            f"or a smaller model"
-        )
-
-
-def _compute_bytes(config: Config) -> int:
-    return {"float32": 4, "bfloat16": 2}[config.model.compute_dtype]
+    return [
+        held_gib(config, shape, ranks),
+        step_gib(config, shape, ranks, derived["tokens_microbatch"]),
+        sampling_gib(config, shape, rows),
+    ]
 
 
 LABELS = {
@@ -268,7 +89,7 @@ def print_plan(
     console.print(_numbers(derive(config)))
     shape = shape_of(config)
     if shape:
-        console.print(_memory(memory_gib(config, ranks), ranks))
+        console.print(_memory(config, ranks))
         console.print(f"{shape.parameters / 1e6:.2f} million parameters in {config.model.dtype}")
     else:
         console.print(f"memory: unknown until {config.model.path} has been downloaded")
@@ -294,14 +115,36 @@ def _numbers(derived: Mapping[str, int]) -> Table:
     return table
 
 
-def _memory(memory: Mapping[str, float], ranks: int) -> Table:
-    title = "memory estimate" if ranks == 1 else f"memory estimate of one of {ranks} ranks"
-    table = _table(title, ("use", "size"))
+def _memory(config: Config, ranks: int) -> Table:
+    """What is held, a step and sampling, each with its sum; the process at its largest."""
+    held, step, sampling = memory_gib(config, ranks)
+    of = "" if ranks == 1 else f" of one of {ranks} ranks"
+    table = _table(f"memory{of}", ("use", "size"))
     table.columns[1].justify = "right"
-    for name, gib in memory.items():
-        size = f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
-        table.add_row(name, size, style="bold" if name == "total" else "")
+    tokens = derive(config)["tokens_microbatch"]
+    always, peaks = sum(held.values()), []
+    for uses, total in (
+        (held, "held all the time"),
+        (step, f"peak of a step of micro-batches of {tokens:,} tokens, predicted"),
+        (sampling, "peak of sampling, at most"),
+    ):
+        for name, gib in uses.items():
+            table.add_row(name, _size(gib))
+        peaks.append(sum(uses.values()) + (always if uses is not held else 0.0))
+        table.add_row(total, _size(peaks[-1]), style="bold")
+    beside = PROCESS_GIB + sampling.get(KEPT_CACHE, 0.0)
+    process = max(peaks[1] + beside, peaks[2] + PROCESS_GIB)
+    name = f"process, at most: with what is kept and {_size(PROCESS_GIB)} of libraries"
+    table.add_row(name, _size(process), style="bold")
+    table.caption = (
+        "peaks are of torch's allocator; on a CPU the C library keeps up to .4 of them on top,\n"
+        "unless MALLOC_MMAP_THRESHOLD_=1048576 is set"
+    )
     return table
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:

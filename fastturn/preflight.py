@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fastturn.config import Config, ConfigError
 from fastturn.envs import load_domain
-from fastturn.plan import shape_of
 from fastturn.render import check_context
+from fastturn.shape import shape_of
 from fastturn.trackers import check_trackers
 
 NAME = r"[A-Za-z0-9][\w.-]*"

@@ -29,9 +29,9 @@ from fastturn.engines import sampling_side
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
 from fastturn.learner import Learner
+from fastturn.memory import require_memory
 from fastturn.meter import Follower, Meter
 from fastturn.optim import training_optimizer, warm_optimizer
-from fastturn.plan import require_memory
 from fastturn.policy import Policy, WithoutAdapter
 from fastturn.preflight import preflight
 from fastturn.progress import Progress

@@ -127,8 +127,8 @@ def test_rtpo_publishes_every_stage_every_few_or_when_the_policy_has_moved(tmp_p
 def test_a_sampler_that_may_fall_behind_has_weights_of_its_own():
     late = override(quickstart(), ["algorithm_options=publish_every=2"])
     assert algorithm_of(late).lags and not algorithm_of(quickstart()).lags
-    assert "weights to sample from" in plan.memory_gib(late)
-    assert "weights to sample from" not in plan.memory_gib(quickstart())
+    assert "weights to sample from" in plan.memory_gib(late)[0]
+    assert "weights to sample from" not in plan.memory_gib(quickstart())[0]
 
 
 def test_presets_come_before_all_other_overrides():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastturn import cli, plan
-from fastturn.config import Config, ConfigError, Model, override
+from fastturn.config import Config, ConfigError, override
 from fastturn.dist import World
 from fastturn.recipes import RECIPES
 
@@ -306,85 +306,6 @@ def test_derived_numbers_of_rtpo_and_grpo():
 def test_evaluations_are_counted(iterations, every, evaluations):
     config = override(Config(), [f"iterations={iterations}", f"eval_every={every}"])
     assert plan.derive(config)["evaluations"] == evaluations
-
-
-def test_parameters_of_the_small_model_are_those_that_are_built():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    model = Model(layers=3, width=64, vocabulary=334)
-    shape = plan.shape_of(Config(model=model))
-    sizes = {"vocab_size": 334, "hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
-    built = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
-    assert shape is not None
-    # The plan leaves out the norms of queries and keys: two of the head's width in each layer.
-    assert built.num_parameters() == shape.parameters + 3 * 2 * 16
-
-
-def test_parameters_of_smollm2():
-    assert plan.SMOLLM2_135M.parameters == 134_515_008
-
-
-def test_memory_of_a_model_folder(tmp_path):
-    from transformers import LlamaConfig
-
-    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
-    config = Config(model=Model(path=str(tmp_path)))
-    shape = plan.Shape(2, 64, 4, 2, 16, 128, 1000, tied=False, positions=2048)
-    assert plan.shape_of(config) == shape
-    memory = plan.memory_gib(config)
-    assert memory["weights"] == shape.parameters * 4 / 2**30
-    assert memory["total"] == pytest.approx(sum(memory.values()) - memory["total"])
-    half = plan.memory_gib(override(config, ["model.dtype=bfloat16", "loss.kl_coef=0.1"]))
-    assert half["weights"] == half["reference weights"] == memory["weights"] / 2
-    saving = plan.memory_gib(override(config, ["model.gradient_checkpointing=true"]))
-    name = "activations of a micro-batch"
-    assert saving[name] < memory[name]
-
-
-def test_memory_of_one_of_several_ranks(capsys):
-    config = Config()
-    shape, alone = plan.shape_of(config), plan.memory_gib(config)
-    one = plan.memory_gib(config, 8)
-    for name in ("weights", "gradients", "AdamW moments"):
-        assert one[name] == alone[name] / 8
-    assert one["weights to sample from"] == alone["weights"]
-    assert "weights to sample from" not in alone
-    groups = plan.memory_gib(override(config, ["dist.shard_ranks=2"]), 8)
-    assert groups["weights"] == alone["weights"] / 2
-    mixed = plan.memory_gib(override(config, ["model.dtype=mixed"]))
-    assert mixed["weights"] == 2 * mixed["weights to sample from"] == alone["weights"]
-    assert cli.main(["train", "quickstart", "--dry-run", "--nproc", "4"]) == 0
-    assert "memory estimate of one of 4 ranks" in capsys.readouterr().out
-    plan.require_memory(config, 1, 1.0)
-    with pytest.raises(ConfigError, match=r"weights .* = 0\.\d+ GiB on each, which has 0\.00 GiB"):
-        plan.require_memory(override(config, ["model.width=512"]), 1, 0.001)
-    assert shape is not None and shape.embeddings < shape.parameters
-
-
-def test_memory_of_models_that_cannot_be_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    absent = Config(model=Model(path="someone/some-model"))
-    assert plan.memory_gib(absent) == {}
-    plan.print_plan(absent, Config())
-    assert "unknown until someone/some-model has been downloaded" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"expected a folder in Hugging Face format"):
-        plan.memory_gib(Config(model=Model(path=str(tmp_path))))
-
-
-def test_the_plan_knows_the_limits_of_the_parts():
-    """It states them again, because importing the parts would load torch."""
-    import inspect
-
-    from fastturn.kernels import rows
-    from fastturn.sampler.local import LocalSampler
-
-    assert plan.HEAD_BYTES == rows.CHUNK_BYTES
-    defaults = inspect.signature(LocalSampler).parameters
-    assert defaults["resident_tokens"].default == plan.RESIDENT_TOKENS
-    assert defaults["store_gib"].default == plan.STORE_GIB
 
 
 def test_serve_passes_the_recipe_on(monkeypatch, capsys):

@@ -17,10 +17,11 @@ from fastturn import checkpoint, lora, models
 from fastturn.carriers import FullWeights
 from fastturn.cli import main
 from fastturn.config import Config, ConfigError, override
+from fastturn.memory import held_gib, step_gib
 from fastturn.optim import training_optimizer
-from fastturn.plan import held_gib, shape_of
 from fastturn.policy import Policy, WithoutAdapter
 from fastturn.recipes import quickstart
+from fastturn.shape import shape_of
 from fastturn.sharding import merged_state
 
 peft = pytest.importorskip("peft")
@@ -137,7 +138,7 @@ def test_only_adapters_are_trained_and_planned(tmp_path: Path) -> None:
     assert not policy.model.get_output_embeddings().weight.requires_grad
     groups = training_optimizer(policy.model, config.optim).members[0].param_groups
     assert sum(len(group["params"]) for group in groups) == len(trained)
-    gib = held_gib(config, shape)
+    gib = held_gib(config, shape) | step_gib(config, shape)
     assert gib["gradients"] == shape.adapters(4) * 4 / 2**30 == gib["AdamW moments"] / 2
 
 

@@ -77,18 +77,17 @@ def test_a_changed_number_and_a_missing_table_are_noticed():
 
 @pytest.mark.parametrize("it", DENSE, ids=lambda it: it.name)
 def test_parameters_are_those_of_transformers(it):
-    config = Qwen3Config(**described(it.stored), intermediate_size=it.stored.mlp)
-    assert it.stored == it.active
-    assert it.stored.parameters == pytest.approx(counted(config), rel=1e-4)
+    config = Qwen3Config(**described(it.shape), intermediate_size=it.shape.mlp)
+    assert it.shape.parameters == it.shape.active_parameters == counted(config)
 
 
 def test_experts_are_counted_as_stored_and_as_used():
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
-    whole = counted(Qwen3MoeConfig(**described(MIXTURE.stored), **experts))
-    assert MIXTURE.stored.parameters == pytest.approx(whole, rel=1e-3)
-    unused = MIXTURE.stored.layers * 120 * 3 * 4096 * 1536
-    assert MIXTURE.active.parameters == MIXTURE.stored.parameters - unused
-    assert 21.5e9 < MIXTURE.active.parameters < 22.5e9
+    shape = MIXTURE.shape
+    assert shape.parameters == counted(Qwen3MoeConfig(**described(shape), **experts))
+    unused = shape.layers * 120 * 3 * 4096 * 1536
+    assert shape.active_parameters == shape.parameters - unused
+    assert 21.5e9 < shape.active_parameters < 22.5e9
 
 
 def test_traffic_by_hand():
@@ -97,7 +96,7 @@ def test_traffic_by_hand():
     assert SITE.collective_s(16e9, 64) == pytest.approx(16e9 * 7 / 8 / 320e9)
     assert SITE.collective_s(16e9, 1) == 0
     it = subject("Qwen3-8B")
-    count, embeddings = it.stored.parameters, it.stored.embeddings
+    count, embeddings = it.shape.parameters, it.shape.embeddings
     assert embeddings == 2 * 151936 * 4096
     gathers, reduced = scale.gathered(it)
     assert gathers == 4 * count - 2 * embeddings and reduced == 4 * count
@@ -115,15 +114,17 @@ def test_traffic_by_hand():
 def test_memory_by_hand():
     it = subject("Qwen3-8B")
     rank, first = scale.held(it, 64)
-    assert first - rank == pytest.approx(2 * it.stored.parameters / GIB)
+    assert first - rank == pytest.approx(2 * it.shape.parameters / GIB)
     fewer, _ = scale.held(it, 8)
-    assert fewer - rank == pytest.approx(16 * it.stored.parameters * (1 / 8 - 1 / 64) / GIB)
+    # State, and each rank's share of a block's summed gradients in float32.
+    split = 16 * it.shape.parameters + 4 * it.shape.block
+    assert fewer - rank == pytest.approx(split * (1 / 8 - 1 / 64) / GIB)
     assert scale.held(it, 64, 8) == scale.held(it, 8)
     # 36 layers x 8 heads x 128 x keys and values x 2 bytes
-    assert it.active.cache_token * 2 == 36 * 8 * 128 * 2 * 2 == 147456
-    room = (0.9 * 79 - 2) * GIB - 2 * it.stored.parameters
+    assert it.shape.cache_token * 2 == 36 * 8 * 128 * 2 * 2 == 147456
+    room = (0.9 * 79 - 2) * GIB - 2 * it.shape.parameters
     assert scale.sequences(it) == int(room / (12800 * 147456))
-    too_big = scale.Subject("", it.stored, it.active, 1)
+    too_big = scale.Subject("", it.shape)
     assert scale.sequences(too_big, scale.Site(SITE.device, 10)) == 0
 
 
@@ -158,7 +159,7 @@ def test_what_is_said_about_the_tables_holds():
     for it in SUBJECTS:
         hidden = scale.traffic_s(it, 64) / scale.train_token_s(it)
         assert (hidden > 8000) == (it is MIXTURE)
-    assert 2 * MIXTURE.stored.parameters / GIB > max(site.memory_gib for site in SITES)
+    assert 2 * MIXTURE.shape.parameters / GIB > max(site.memory_gib for site in SITES)
     # Rows whose servers have room: decoding lasts as long as the chain of an episode.
     found = scale.best(subject("Qwen3-1.7B"), 1024)
     assert found is not None and found.batch < scale.sequences(subject("Qwen3-1.7B"))

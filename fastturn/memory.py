@@ -1,0 +1,248 @@
+"""What a run needs of memory: what is held all the time, the peak of a step, and that of sampling.
+
+    peak of a step = held + gradients + the largest of its phases
+
+All phases are those of a step of several micro-batches, whose gradients are there from the first
+one on. `KEPT` is what autograd keeps of a layer, counted in Qwen3 and Llama of transformers;
+`phases` says what else is alive when. The sum is what torch's allocator hands out at most: on CPU a
+test compares it with real steps. What the C library, CUDA and Python take comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fastturn.algorithms import algorithm_of
+from fastturn.config import Config, ConfigError
+from fastturn.shape import Shape, shape_of
+
+GIB = 2**30
+FLOAT32 = 4
+# Limits of parts that cannot be imported without torch; a test compares them with the parts.
+HEAD_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that the fused head holds at a time
+HEAD_ROWS = {"cpu": 1024, "cuda": 8192}
+HEAD_GRANULE = 8  # rows are padded to a multiple of it
+RESIDENT_TOKENS = 65536  # most tokens that the sampler decodes at once
+STORE_GIB = 0.5  # keys and values that it keeps for the next call
+KEPT_CACHE = "keys and values kept"
+PROCESS_GIB = 0.43  # resident in a process that has loaded everything and computed one tiny step
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of a token for the backward pass: `size` numbers, several times.
+
+    `size` of (shape, rank of adapters). `wide`: copies in float32; `narrow`: in the dtype that is
+    computed in; `trained`: such copies only where the layer's own weights train; `inside`: copies
+    inside attention, which are float32 on a CPU and narrow on a GPU.
+    """
+
+    what: str
+    size: Callable[[Shape, int], float]
+    wide: int = 0
+    narrow: int = 0
+    trained: int = 0
+    inside: int = 0
+
+
+def _both(shape: Shape) -> int:
+    return shape.queries + shape.keys
+
+
+def _mlp(shape: Shape) -> float:
+    """Width of the gated MLPs that a token goes through in a layer, the mean of all."""
+    sparse = shape.experts_used * shape.expert_mlp + shape.shared_mlp
+    share = shape.expert_layers / shape.layers
+    return shape.mlp * (1 - share) + sparse * share
+
+
+# Norms keep their input, 1 / its length, what it is with unit length (for the weight's gradient)
+# and, where linear layers read it, the result. Attention keeps queries, keys, values and result;
+# the output layer keeps the result once more. MLPs keep gate, its activation, up and the product.
+KEPT = (
+    Kept("norms", lambda s, r: 2 * s.width, wide=1, narrow=1, trained=1),
+    Kept("inverse lengths", lambda s, r: 2 + s.head_norms * (s.heads + s.kv_heads), wide=1),
+    Kept("norms of heads", lambda s, r: s.head_norms * _both(s), wide=1, trained=1),
+    Kept("queries and results", lambda s, r: s.queries, narrow=1, inside=2),
+    Kept("keys and values", lambda s, r: 2 * s.keys, inside=1),
+    Kept("MLP", lambda s, r: _mlp(s), narrow=4),
+    Kept("to and from experts", lambda s, r: s.experts_used * s.width, narrow=2),
+    Kept("router", lambda s, r: s.experts, wide=1),
+    Kept("A x of seven adapters", lambda s, r: 7 * r, narrow=1),
+)
+
+
+class Setting(NamedTuple):
+    """What of a configuration a step's memory depends on."""
+
+    device: str  # "cpu" or "cuda"
+    compute: int  # bytes of a number that is computed with
+    stored: int  # and of a weight, a gradient, a moment
+    rank: int  # of adapters, 0 when every weight trains
+    checkpointing: bool
+    fsdp: bool
+    shards: int  # ranks that share one copy of the weights
+
+    @classmethod
+    def of(cls, config: Config, ranks: int = 1) -> Setting:
+        return cls(
+            device="cuda" if config.device == "cuda" else "cpu",
+            compute=_compute_bytes(config),
+            stored=2 if config.model.dtype == "bfloat16" else FLOAT32,
+            rank=config.model.lora_rank,
+            checkpointing=config.model.gradient_checkpointing,
+            fsdp=ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload,
+            shards=config.dist.shard_ranks or ranks,
+        )
+
+    @property
+    def inside(self) -> int:
+        """Bytes of a number inside attention."""
+        return FLOAT32 if self.device == "cpu" else self.compute
+
+
+def kept_bytes(shape: Shape, setting: Setting) -> float:
+    """Bytes that one layer keeps of one token for the backward pass.
+
+    Example: Llama of width 384, MLP 1024, 6 heads of 64 and 2 for keys in float32:
+    4 · (6 · 384 + 4 · 1024 + 3 · 384 + 2 · 128 + 2) = 31 240.
+    """
+    total = 0.0
+    for kept in KEPT:
+        narrow = kept.narrow + (0 if setting.rank else kept.trained)
+        copies = FLOAT32 * kept.wide + setting.compute * narrow + setting.inside * kept.inside
+        total += kept.size(shape, setting.rank) * copies
+    return total
+
+
+def activations_token(shape: Shape, setting: Setting) -> float:
+    """Bytes that all layers keep of one token: everything, or every layer's input and all of the
+    one that is computed again."""
+    layer = kept_bytes(shape, setting)
+    if setting.checkpointing:
+        return layer + shape.layers * shape.width * setting.compute
+    return shape.layers * layer
+
+
+def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
+    """What one of `ranks` processes holds of the model as long as the run lasts, in GiB by use.
+
+    Example: 1.7 billion parameters in float32 on 8 ranks: weights .79, moments 1.58, and 6.33 for
+    the whole copy that each samples from.
+    """
+    setting = Setting.of(config, ranks)
+    frozen = shape.parameters * setting.stored / setting.shards
+    trained = _trained_bytes(shape, setting)
+    referred = config.loss.kl_coef > 0 and not config.starts_as_reference
+    copy = (shape.parameters + shape.adapters(setting.rank)) * setting.compute
+    copied = setting.fsdp or (config.rollout.engine == "local" and algorithm_of(config).lags)
+    uses = {
+        "weights": frozen + (trained if setting.rank else 0),
+        "AdamW moments": 2 * trained,
+        "reference weights": referred * frozen,
+        "weights to sample from": copied * copy,
+    }
+    return {name: value / GIB for name, value in uses.items() if value}
+
+
+def step_gib(
+    config: Config, shape: Shape, ranks: int = 1, tokens: int = 0, rows: int | None = None
+) -> dict[str, float]:
+    """What the largest phase of a step adds to what is held, in GiB by use.
+
+    `tokens` of each micro-batch, `rows` of them with an action behind them (None: all). With 0
+    tokens it is what no smaller micro-batch can save.
+    """
+    setting = Setting.of(config, ranks)
+    found = phases(shape, setting, tokens, tokens if rows is None else rows)
+    most = max(found.values(), key=lambda uses: sum(uses.values()))
+    uses = {"gradients": _trained_bytes(shape, setting), **most}
+    return {name: value / GIB for name, value in uses.items() if value}
+
+
+def phases(shape: Shape, setting: Setting, tokens: int, rows: int) -> dict[str, dict[str, float]]:
+    """Bytes by use, of everything that is alive at a point of a step beside weights, moments and
+    gradients: in the loss, in the backward pass of the last block, when FSDP sums the gradients of
+    the embeddings, and in the optimiser's step."""
+    layer, compute = kept_bytes(shape, setting), setting.compute
+    every = layer if not setting.checkpointing else shape.width * compute
+    again = layer if setting.checkpointing else 0
+    whole, trained = setting.rank == 0, setting.rank == 0
+    table = shape.vocabulary * shape.width
+    block = shape.block if whole else shape.adapters(setting.rank) / shape.layers
+    root = setting.fsdp * shape.embeddings * compute
+    summed = FLOAT32 * (1 + 1 / setting.shards)  # float32 in, own share out
+    matrices = shape.layers * shape.block if whole else shape.adapters(setting.rank)
+    return {
+        "loss": {
+            "activations": tokens * (shape.layers * every + shape.width * (4 + compute * trained)),
+            "gathered weights": root,
+            "hidden states of actions": rows * shape.width * (compute + FLOAT32),
+            "gradient of the head": trained * table * FLOAT32,
+            "head in float32": (compute < FLOAT32 and setting.device == "cpu") * table * FLOAT32,
+            "logits of a head chunk": _logits(shape, setting, rows),
+        },
+        "backward": {
+            "activations": tokens * (shape.layers * every + again),
+            "gradients of activations": tokens * compute * 2 * (_mlp(shape) + shape.width),
+            "gathered weights": root + setting.fsdp * 2 * shape.block * compute,
+            "gradients that are summed": setting.fsdp * block * (compute + summed),
+            "gradient of the head": trained * (shape.tied or setting.fsdp) * table * compute,
+        },
+        "sum": {
+            "gathered weights": root,
+            "gradients that are summed": trained * root * (1 + summed / compute),
+        },
+        "optimiser": {
+            "roots of second moments": max(matrices, trained * shape.embeddings)
+            * setting.stored
+            / setting.shards
+        },
+    }
+
+
+def sampling_gib(config: Config, shape: Shape, rows: int) -> dict[str, float]:
+    """Upper estimates of what sampling adds to what is held, in GiB by use, for `rows` completions
+    at a time: keys and values at full context, up to the sampler's own limits. Shared contexts make
+    them smaller. Those that are kept (`KEPT_CACHE`) stay until the next publish, beside a step."""
+    if config.rollout.engine != "local":
+        return {}
+    resident = min(rows * config.model.max_context, RESIDENT_TOKENS)
+    decode = resident * shape.cache_token * _compute_bytes(config) / GIB
+    return {KEPT_CACHE: min(decode, STORE_GIB), "keys and values in decoding": decode}
+
+
+def require_memory(config: Config, ranks: int, device_gib: float) -> None:
+    """`ConfigError`, with the arithmetic, when a rank's device cannot hold even a step of no
+    tokens."""
+    shape = shape_of(config)
+    if shape is None or config.dist.cpu_offload:
+        return
+    uses = held_gib(config, shape, ranks) | step_gib(config, shape, ranks)
+    if sum(uses.values()) > device_gib:
+        terms = " + ".join(f"{name} {gib:.2f}" for name, gib in uses.items())
+        raise ConfigError(
+            f"{shape.parameters / 1e9:.2f} billion parameters in {config.model.dtype} on {ranks} "
+            f"rank{'s' * (ranks > 1)}: {terms} = {sum(uses.values()):.2f} GiB on each, which has "
+            f"{device_gib:.2f} GiB; use more ranks, model.dtype=bfloat16, dist.cpu_offload=true, "
+            f"or a smaller model"
+        )
+
+
+def _compute_bytes(config: Config) -> int:
+    return {"float32": 4, "bfloat16": 2}[config.model.compute_dtype]
+
+
+def _trained_bytes(shape: Shape, setting: Setting) -> float:
+    """The trained weights of one rank. Adapters are float32 whatever they adapt."""
+    if setting.rank:
+        return shape.adapters(setting.rank) * FLOAT32 / setting.shards
+    return shape.parameters * setting.stored / setting.shards
+
+
+def _logits(shape: Shape, setting: Setting, rows: int) -> float:
+    """The head's buffer: a power of two of rows within its limits, or all of them."""
+    fits = max(HEAD_BYTES[setting.device] // (shape.vocabulary * FLOAT32), HEAD_GRANULE)
+    most = min(1 << (fits.bit_length() - 1), HEAD_ROWS[setting.device])
+    needed = -(-rows // HEAD_GRANULE) * HEAD_GRANULE
+    return min(needed, most) * shape.vocabulary * FLOAT32
