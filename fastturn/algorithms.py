@@ -104,7 +104,7 @@ class Algorithm:
     @property
     def separate(self) -> bool:
         """Whether a group is nothing but a fork of its point, whatever the others are."""
-        return self.sample is tree.Rollout.fork
+        return self.sample in (tree.Rollout.fork, expand.forked)  # with an option it is another
 
     def given(self, options: Mapping[str, Option]) -> Algorithm:
         """The algorithm with its functions bound to options."""
@@ -116,6 +116,7 @@ class Algorithm:
             stages=self.stages and _bound(self.stages, options),
             passes=self.passes and _bound(self.passes, options),
             due=_bound(self.due, options),
+            least_group_size=5 if float(options.get("agreed", 1)) < 1 else self.least_group_size,
             surrogate=str(options.get("surrogate", self.surrogate)),
         )
 
@@ -126,12 +127,14 @@ def _bound(function: Callable[..., T], options: Mapping[str, Option]) -> Callabl
 
 
 SURROGATES = ("clip", "sequence", "truncate", "mask", "regression")
+SHARES = {"agreed", "boundaries"}  # options that are divided by
 STD = {"loss.normalize_std": "true"}
 
 ALGORITHMS: dict[str, Algorithm] = {
     "rtpo": Algorithm(
         credit.rtpo,
         path=credit.rtpo,
+        sample=expand.forked,
         stages=expand.every_boundary,
         due=scheduled,
         reverse=True,
@@ -214,6 +217,11 @@ def presets(name: str) -> list[str]:
 def _options(config: Config, known: Mapping[str, Option]) -> dict[str, Option]:
     """What `algorithm_options` says, each value of the type of its default."""
     given = chosen(config.algorithm_options, known, "algorithm_options", config.algorithm)
+    for name in SHARES & given.keys():
+        if not 0 < float(given[name]) <= 1:
+            raise ConfigError(
+                f"algorithm_options: {name}={given[name]}: expected a share above 0 and at most 1"
+            )
     surrogate = given.get("surrogate", SURROGATES[0])
     if surrogate not in SURROGATES:
         raise ConfigError(

@@ -256,9 +256,9 @@ def check(config: Config) -> Config:
     least = algorithm_of(config).least_group_size
     if config.group_size < least:
         raise ConfigError(
-            f"group_size={config.group_size}: {config.algorithm} needs at least {least}, because "
-            f"the mean of a group of one sibling is the sibling itself and its advantage is "
-            f"always 0; set group_size={least} or more"
+            f"group_size={config.group_size}: {config.algorithm} needs at least {least} with its "
+            f"options, because the mean of a group of one sibling is the sibling itself and its "
+            f"advantage is always 0; set group_size={least} or more"
         )
     values = {key: value for key, _, value in fields(config)}
     for key, value in values.items():

@@ -25,22 +25,67 @@ Credits = list[list[Credit]]  # one list a group, one credit a trajectory
 Array = NDArray[np.float64]
 
 
-def rtpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
+def rtpo(
+    groups: Sequence[SiblingGroup],
+    config: Config,
+    *,
+    leave_one_out: int = 0,
+    continuations: int = 0,
+) -> Credits:
     """Turn-level credit of state-matched siblings (RTPO, algorithm 1 and eq. 6).
 
     `A_j = R_j - mean_j R_j`; every token of turn k weighs `1/groups * 1/siblings * 1/T_jk`; later
     turns of a sibling only supply its return and weigh nothing. Silent groups stay in `groups`.
 
+    leave_one_out=1: the baseline is the mean of the others, `A_j = (G-1)/(G-2) (R_j - mean R)`. It
+    does not depend on the sibling's own draw, so `E[A_j | S_k, u_j] = A(S_k, u_j)` exactly, where
+    the mean of all gives `(G-2)/(G-1) A`.
+
+    continuations=1: later turns are credited as well where several siblings took them in one state,
+    which those are that did the same since the fork (the same action in the same state is answered
+    the same). Which of m siblings meet there is decided by their earlier turns alone, so given the
+    meeting their turns are independent draws of one policy in one state: the advantage of each
+    among the m, of the return from there on, has mean `(m-1)/m A` (A with leave_one_out), and
+    states only weigh more the more siblings visit them. Turns met alone weigh nothing.
+
     Example, gamma = 1, one group, returns (1, 0), turns of 4 and 5 tokens: advantages (.5, -.5),
     weights (1/8, 1/10).
     """
-    return [
-        [
-            _credit(trajectory, [advantage], share / _tokens(trajectory, 0), config)
-            for trajectory, advantage in _centred(group, config)
-        ]
-        for group, share in _shares(groups)
-    ]
+    result: Credits = []
+    for group, share in _shares(groups):
+        advantages = [np.zeros(len(t.turns) if continuations else 1) for t in group.siblings]
+        weights = [np.zeros_like(advantage_U) for advantage_U in advantages]
+        for turn, meeting in _meetings(group, bool(continuations)):
+            returns = [group.siblings[j].discounted_return(config.gamma, turn) for j in meeting]
+            centred = _advantages(np.array(returns), config)
+            if leave_one_out:
+                centred = centred * len(meeting) / max(1, len(meeting) - 1)
+            for j, advantage in zip(meeting, centred, strict=True):
+                advantages[j][turn] = advantage
+                weights[j][turn] = share / _tokens(group.siblings[j], turn)
+        members = zip(group.siblings, advantages, weights, strict=True)
+        result.append([_credit(t, advantage_U, w_U, config) for t, advantage_U, w_U in members])
+    return result
+
+
+def _meetings(group: SiblingGroup, continued: bool) -> Iterator[tuple[int, list[int]]]:
+    """(turn, siblings that took it in one state): all of them at the fork; with `continued` also
+    those, two or more, that have done the same since.
+
+    Example: siblings that act (a, b), (a, c), (d, e): (0, [0, 1, 2]) and (1, [0, 1]).
+    """
+    yield 0, list(range(len(group.siblings)))
+    met = [list(range(len(group.siblings)))] if continued else []
+    turn = 0
+    while met:
+        alike: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+        for place, siblings in enumerate(met):
+            for j in siblings:
+                turns = group.siblings[j].turns
+                if turn + 1 < len(turns):
+                    alike[place, turns[turn].completion.action_A.tobytes()].append(j)
+        met, turn = [siblings for siblings in alike.values() if len(siblings) > 1], turn + 1
+        yield from ((turn, siblings) for siblings in met)
 
 
 def grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
@@ -335,7 +380,7 @@ def zero_advantage(group: Sequence[Credit]) -> bool:
 def _shares(groups: Sequence[SiblingGroup]) -> Iterator[tuple[SiblingGroup, float]]:
     """Every group, and the share of the loss that each of its trajectories has."""
     for group in groups:
-        yield group, 1 / (len(groups) * len(group.siblings))
+        yield group, group.weight / (len(groups) * len(group.siblings))
 
 
 def _centred(group: SiblingGroup, config: Config) -> Iterator[tuple[Trajectory, float]]:

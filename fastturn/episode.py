@@ -25,7 +25,8 @@ def stream_seed(*key: object) -> int:
 class Point:
     """One exact state at a turn boundary; picklable, never mutated.
 
-    `turn`: index of the turn to be sampled next; `tokens_sampled`: by all turns before it.
+    `turn`: index of the turn to be sampled next; `tokens_sampled`: by all turns before it;
+    `weight`: what the group sampled here counts (`SiblingGroup.weight`).
     """
 
     task: Task
@@ -34,6 +35,7 @@ class Point:
     tokens_sampled: int
     env_state: Any
     conversation: Conversation
+    weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -105,4 +107,6 @@ class Cohort:
             return None
         point = self.point
         context_T = point.conversation.context_T
-        return SiblingGroup(point.task.id, point.trunk, point.turn, context_T, tuple(held))
+        return SiblingGroup(
+            *(point.task.id, point.trunk, point.turn, context_T, tuple(held)), point.weight
+        )

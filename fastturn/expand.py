@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastturn.episode import Point, stream_seed
 from fastturn.tree import Rollout, stages
@@ -22,20 +23,126 @@ Key = tuple[object, ...]
 
 
 def every_boundary(
-    trunks: Sequence[Trunk], key: Key, *, best: int = 0
+    trunks: Sequence[Trunk], key: Key, *, best: int = 0, boundaries: float = 1.0
 ) -> Iterator[tuple[int, list[Point]]]:
     """RTPO's stages: all boundaries of the trunks, last turn first. With `best` above 0, of that
     many trunks of every task only, those of the highest return (the paper's retroactive choice):
     they decide which states are visited, so the choice biases no advantage.
 
+    With `boundaries` below 1 about that share of them is sampled at, those first where outcomes
+    are predicted to vary (`_variance`). The prediction reads trunks, which are in no estimate, and
+    a boundary that is sampled at with probability p counts 1/p times: every stage's update has the
+    mean that it has without the choice.
+
     Example: best = 1 and two trunks of returns 0 and 1: stages fork at the second one alone.
     """
-    return stages(_best(trunks, best) if best else trunks)
+    chosen = _best(trunks, best) if best else list(trunks)
+    return stages(chosen) if boundaries >= 1 else _thinned(chosen, key, boundaries)
+
+
+def _thinned(trunks: Sequence[Trunk], key: Key, share: float) -> Iterator[tuple[int, list[Point]]]:
+    """The stages with about `share` of their boundaries, weighted; stages left empty are none."""
+    variance = dict(zip(map(_place, _points(trunks)), _variance(trunks), strict=True))
+    probability = dict(
+        zip(variance, inclusion(np.array(list(variance.values())), share).tolist(), strict=True)
+    )
+    for turn, points in stages(trunks):
+        drawn = [
+            p for p in points if _chance(*key, "boundary", *_place(p)) < probability[_place(p)]
+        ]
+        if drawn:
+            scale = len(drawn) / len(points)  # their mean stands for the mean over all
+            yield turn, [replace(p, weight=scale / probability[_place(p)]) for p in drawn]
+
+
+def inclusion(score_N: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """Probabilities in proportion to the scores, none below a quarter of `share` nor above 1, that
+    add up to `share` of their number (or as near as these bounds allow).
+
+    Example: scores (1, 1, 2) and share 0.5 give (0.375, 0.375, 0.75).
+    """
+    least, total = share / 4, share * len(score_N)
+    low, high = 0.0, len(score_N) / max(float(score_N.min(initial=1.0)), 1e-9)
+    for _ in range(60):  # the sum grows with the factor
+        factor = (low + high) / 2
+        probability_N = np.clip(factor * score_N, least, 1.0)
+        low, high = (factor, high) if probability_N.sum() < total else (low, factor)
+    return probability_N
+
+
+def _variance(trunks: Sequence[Trunk]) -> list[float]:
+    """Of every boundary, how much the outcomes of its siblings are predicted to vary: p (1 - p), p
+    the success of the task's trunks (with one success and one failure more, as nothing is certain),
+    times the chance that a sibling does not repeat what the trunk did there."""
+    solved: Counter[str] = Counter()
+    grown: Counter[str] = Counter()
+    for trunk in trunks:
+        grown[trunk.trajectory.task] += 1
+        solved[trunk.trajectory.task] += trunk.trajectory.success
+    found = []
+    for trunk in trunks:
+        task = trunk.trajectory.task
+        p = (solved[task] + 1) / (grown[task] + 2)
+        for turn in trunk.trajectory.turns:
+            found.append(p * (1 - p) * -float(np.expm1(turn.completion.logprob_A.sum())))
+    return found
+
+
+def _points(trunks: Sequence[Trunk]) -> list[Point]:
+    return [point for trunk in trunks for point in trunk.snapshots]
+
+
+def _place(point: Point) -> tuple[str, int, int]:
+    """What tells boundaries of an iteration apart."""
+    return point.task.id, point.trunk, point.turn
+
+
+def _chance(*key: object) -> float:
+    """A number in [0, 1) that the key decides."""
+    return stream_seed(*key) / 2**63
+
+
+def forked(
+    rollout: Rollout, points: Sequence[Point], n: int, key: Key, *, agreed: float = 1.0
+) -> list[SiblingGroup]:
+    """Siblings at every point. With `agreed` below 1, a pair everywhere, and the other `n - 2` only
+    where the pair's returns differ, and with probability `agreed` where they do not.
+
+    Whether there are more is decided by the pair, and what they say is estimated from them alone,
+    as a group of their own that counts one over its probability: given the pair, its mean is what
+    it would be without the choice. The pair is a group as well, which nothing selects. They count
+    2/n and (n - 2)/n of a point, so the mean over points is that of `Rollout.fork`, but for the
+    factor of finite groups, which is the same in every state ((1/2) 2/n + (n-3)/(n-2) (n-2)/n =
+    (n-2)/n instead of (n-1)/n; with leave_one_out it is 1).
+
+    Example: n = 4, agreed = 0.25: two siblings at every point, two more where their returns differ
+    and at every fourth of the others, which then count four times.
+    """
+    if agreed >= 1:
+        return rollout.fork(points, n, key)
+    pairs = rollout.fork(points, 2, key)
+    at = {_place(point): point for point in points}
+    more, weights = [], []
+    for pair in pairs:
+        place = pair.task, pair.trunk, pair.turn
+        probability = agreed if _silent(pair, rollout.config.gamma) else 1.0
+        if _chance(rollout.config.seed, *key, "agreed", *place) < probability:
+            more.append(at[place])
+            weights.append((n - 2) / n / probability)
+    fresh = rollout.fork(
+        [replace(p, weight=p.weight * w) for p, w in zip(more, weights, strict=True)],
+        n - 2,
+        (*key, "more"),
+    )
+    pairs = [replace(pair, weight=pair.weight * 2 / n) for pair in pairs]
+    # The loss is a mean over groups; this one is over points.
+    scale = (len(pairs) + len(fresh)) / max(1, len(pairs))
+    return [replace(group, weight=group.weight * scale) for group in pairs + fresh]
 
 
 def every_boundary_at_once(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[Point]]]:
     """One stage of all boundaries: what follows a turn is drawn before any turn is trained."""
-    yield 0, [point for trunk in trunks for point in trunk.snapshots]
+    yield 0, _points(trunks)
 
 
 def _best(trunks: Sequence[Trunk], most: int) -> list[Trunk]:

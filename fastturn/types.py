@@ -147,14 +147,15 @@ class Trajectory:
             yield context_T
             running_T = np.concatenate([context_T, turn.completion.action_A])
 
-    def discounted_return(self, gamma: float = 1.0) -> float:
-        """R = sum_h gamma^(tau_h) r_h with tau_h the number of tokens sampled in the turns before
-        h (paper: executing a macro-action consumes T_k token steps).
+    def discounted_return(self, gamma: float = 1.0, first: int = 0) -> float:
+        """R = sum_h gamma^(tau_h) r_h over the turns from `first` on, tau_h the number of tokens
+        sampled in those of them before h (paper: executing a macro-action consumes T_k token
+        steps).
 
         Example: rewards (0, 1), first action 10 tokens, gamma = 0.99 gives 0.99 ** 10 = 0.904.
         """
         total, tokens = 0.0, 0
-        for turn in self.turns:
+        for turn in self.turns[first:]:
             total += gamma**tokens * turn.reward
             tokens += len(turn.completion.action_A)
         return total
@@ -197,6 +198,8 @@ class SiblingGroup:
 
     RTPO: `n = G - 1` continuations from boundary `turn` of a trunk. GRPO: `n = G` episodes from
     the start of a task (`turn = 0`). `trunk` tells apart groups of the same task and turn.
+    `weight`: what it counts in the mean over groups, where states were chosen to be sampled at
+    with a probability (its inverse, times what the mean is over).
     """
 
     task: str
@@ -204,6 +207,7 @@ class SiblingGroup:
     turn: int
     context_T: Ids
     siblings: tuple[Trajectory, ...]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

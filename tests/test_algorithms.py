@@ -78,6 +78,18 @@ def test_every_algorithm_trains(tmp_path, name):
     assert max(r["rollouts"] for r in iterations) <= plan.derive(config)["rollouts_iteration"]
 
 
+def test_options_that_choose_samples_train(tmp_path):
+    """Fewer siblings than without them, and steps whose weights add up."""
+    plain = run(tmp_path / "plain", "group_size=5")
+    chosen = "agreed=0.5,boundaries=0.6,continuations=1,leave_one_out=1"
+    summary = run(tmp_path / "run", f"algorithm_options={chosen}", "group_size=5")
+    assert 0 < summary["rollouts"] < 0.9 * plain["rollouts"]
+    stages = records(tmp_path / "run", "stage")
+    assert sum(r["steps"] for r in stages) >= 1
+    for record in stages:
+        assert math.isfinite(record["loss"]) and (record["abs_log_ratio_max"] or 0) <= 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_learns(tmp_path, name):

@@ -31,7 +31,7 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fastturn.algorithms import ALGORITHMS
+from fastturn.algorithms import algorithm_of
 from fastturn.config import Config
 from fastturn.credit import Credits
 from fastturn.types import Boundary, Completion, Ending, SiblingGroup, Stop, Trajectory, Turn
@@ -274,12 +274,12 @@ def group_of(siblings: tuple[Trajectory, ...]) -> SiblingGroup:
 
 def credited(groups: Sequence[SiblingGroup], config: Config) -> Credits:
     """The credit that training would give these groups."""
-    return ALGORITHMS[config.algorithm].credit(groups, config)
+    return algorithm_of(config).credit(groups, config)
 
 
 def members(config: Config) -> int:
     """Siblings or episodes in a group, as the trainer forks them: G less those not sampled."""
-    return config.group_size - ALGORITHMS[config.algorithm].unsampled
+    return config.group_size - algorithm_of(config).unsampled
 
 
 def mean_advantage(
