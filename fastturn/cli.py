@@ -1,6 +1,7 @@
 """The command line: `fastturn COMMAND`.
 
-    train, serve, launch    here        eval, report, doctor, rules, probe    in commands.py
+    train, serve, launch    here
+    eval, report, doctor, check-env, rules, probe    in commands.py
 
 torch and transformers are imported only by the commands that compute, so help, errors, recipes and
 the dry run answer at once. Exit status: 0 done, 1 the run failed, 2 bad input, 130 stopped by
@@ -162,18 +163,30 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("recipe", metavar="RECIPE", help=NAME)
     _add_pairs(launch)
     _add_cluster(launch)
+    _add_looking(subcommands)
+    _command(subcommands, "recipes", commands.recipes, "list the recipes")
+    return parser
+
+
+def _add_looking(subcommands: Any) -> None:
+    """Commands that look and change nothing."""
     doctor = _command(
         subcommands, "doctor", commands.doctor, "check a recipe, its tasks and its servers"
+    )
+    environment = _command(
+        subcommands, "check-env", commands.check_env, "check an environment against its contract"
+    )
+    environment.add_argument(
+        "domain", metavar="DOMAIN", help="file.py:function, or a name with its options"
     )
     rules = _command(subcommands, "rules", commands.rules, "list and check path rules")
     probe = _command(subcommands, "probe", commands.probe, "measure what varies before training")
     probe.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (.svg, .png, .pdf)")
     for looking in (doctor, rules, probe):
         looking.add_argument("recipe", metavar="RECIPE", help=NAME)
+    for looking in (doctor, environment, rules, probe):
         _add_pairs(looking)
         looking.add_argument("--json", action="store_true", help="print what was found as JSON")
-    _command(subcommands, "recipes", commands.recipes, "list the recipes")
-    return parser
 
 
 def _command(

@@ -1,4 +1,4 @@
-"""The commands that look: `fastturn eval | report | doctor | rules | probe | recipes`.
+"""The commands that look: `fastturn eval | report | doctor | check-env | rules | probe | recipes`.
 
 Each takes the parsed options and returns the exit status.
 """
@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from fastturn.config import ConfigError, override
+from fastturn.config import Config, ConfigError, override
 from fastturn.recipes import recipe_of
 
 FAILED = 1
@@ -66,6 +66,25 @@ def doctor(options: argparse.Namespace) -> int:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
         show("doctor", lines, Console())
+    return FAILED if any(line.status == FAIL for line in lines) else 0
+
+
+def check_env(options: argparse.Namespace) -> int:
+    """The contract of an environment, tried on its tasks; status 1 when it is broken."""
+    # Domains describe their tools to models that can read.
+    described = [f"data.domain={options.domain}", "model.path=smollm2-135m"]
+    config = override(Config(), [*described, *options.pairs])
+    from rich.console import Console
+
+    from fastturn.conformance import conform
+    from fastturn.envs import load_domain
+    from fastturn.findings import FAIL, show
+
+    lines = conform(load_domain(config), config)
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        show(f"check-env {options.domain}", lines, Console())
     return FAILED if any(line.status == FAIL for line in lines) else 0
 
 

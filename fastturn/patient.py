@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fastturn.config import Config
+from fastturn.conformance import step
 from fastturn.envs.base import Action
 from fastturn.episode import Episode, Point
 from fastturn.findings import FAIL, PASS, Finding
 from fastturn.pack import pack
-from fastturn.pool import Inbox
 from fastturn.publish import TOLERANCE
 from fastturn.run import Run
 from fastturn.sampler.base import Request, SamplingParams
@@ -180,9 +180,7 @@ def other_weights(patient: Patient, change: Callable[[torch.Tensor], Any]) -> It
 def answer(run: Run, point: Point, action: Action) -> Any:
     """What the environment, restored, makes of an action."""
     env = Episode.resume(run.domain, point, ()).env
-    inbox = Inbox(run.config.data.env_timeout_s)
-    inbox.call("step", lambda: env.step(action))
-    _, answer = inbox.get()
+    answer = step(env, action, run.config.data.env_timeout_s)
     if isinstance(answer, Exception):
         return answer
     return answer.messages, answer.reward, answer.done, answer.events

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastturn.config import ConfigError
-from fastturn.envs.base import Domain, Message
+from fastturn.envs.base import Domain, Message, Task
 from fastturn.envs.calls import parse_action
 
 if TYPE_CHECKING:
@@ -124,15 +124,16 @@ def render_text(messages: list[Message], tools: list[Any] | None = None) -> str:
 
 
 def episode_texts(domain: Domain, episodes: int, turns: int, seed: int = 0) -> Iterator[str]:
-    """Rendered demonstrations of the first `episodes` training tasks: what to train a tokenizer on.
+    """Rendered demonstrations of the first `episodes` training tasks, or their first messages where
+    the domain has no demonstrations: what to train a tokenizer on.
 
     Example: `build_tokenizer(episode_texts(domain, 400, 4), vocab_size=334)`.
     """
     for number, task in enumerate(islice(domain.train_tasks, episodes)):
-        policy = domain.demonstrator(task, np.random.default_rng([seed, number]))
         env = domain.env()
         messages = env.start(task)
-        for _ in range(turns):
+        policy = _script(domain, task, np.random.default_rng([seed, number]))
+        for _ in range(turns if policy else 0):
             text = policy(messages)
             messages.append({"role": "assistant", "content": text})
             observation = env.step(parse_action(text))
@@ -140,3 +141,11 @@ def episode_texts(domain: Domain, episodes: int, turns: int, seed: int = 0) -> I
             if observation.done:
                 break
         yield render_text(messages, domain.tools or None)
+
+
+def _script(domain: Domain, task: Task, rng: np.random.Generator) -> Any:
+    """The scripted policy of `task`, None where the domain has none."""
+    try:
+        return domain.demonstrator(task, rng)
+    except ConfigError:
+        return None

@@ -85,6 +85,7 @@ class StateEnv(Generic[S]):
         }
         self._begin, self._prompt, self._brief = begin, prompt, brief
         self._state: S | None = None
+        self._over = False
 
     def start(self, task: Task) -> list[Message]:
         """Begin `task`; returns its first messages."""
@@ -95,7 +96,9 @@ class StateEnv(Generic[S]):
     def step(self, action: Action) -> Observation:
         """Carry out the calls of `action` in order, or end the episode when it has none."""
         assert self._state is not None, "start or restore comes before step"
+        assert not self._over, "nothing comes after done"
         if not action.calls:
+            self._over = True
             event = "answer" if spoken(action.text).strip() else "no_answer"
             return Observation((), float(self._state.solved), True, (event,))
         replies = run_calls(action, self._tools, timeout_s=0.0)  # tools of a state are bounded

@@ -24,21 +24,22 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=verdicts, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
-        # Unwrapped, an answer such as \left(3, \frac{\pi}{2}\right) parses to its last number.
-        golds, answers = (
-            parse(f"\\boxed{{{question[side]}}}", parsing_timeout=None, raise_on_error=False)
-            for side in ("gold", "answer")
-        )
-        if not golds:
-            reply = {"error": f"the gold answer {question['gold']!r} cannot be parsed"}
-        else:
-            reply = ask(verify, golds, answers)
+        reply = ask(parse, verify, question["gold"], question["answer"])
         print(json.dumps(reply), file=verdicts, flush=True)
 
 
-def ask(verify: Callable[..., bool], golds: list[Any], answers: list[Any]) -> dict[str, Any]:
+def ask(
+    parse: Callable[..., list[Any]], verify: Callable[..., bool], gold: str, answer: str
+) -> dict[str, Any]:
     """One verdict; an exception inside the algebra is an error to count, not a wrong answer."""
     try:
+        # Unwrapped, an answer such as \left(3, \frac{\pi}{2}\right) parses to its last number.
+        golds, answers = (
+            parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=False)
+            for text in (gold, answer)
+        )
+        if not golds:
+            return {"error": f"the gold answer {gold!r} cannot be parsed"}
         return {"right": verify(golds, answers, timeout_seconds=None, raise_on_error=True)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}

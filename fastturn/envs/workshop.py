@@ -96,6 +96,7 @@ class WorkshopEnv:
     def __init__(self, prompt: Callable[[Task], list[Message]], brief: bool) -> None:
         self._prompt, self._brief = prompt, brief
         self._piece: Piece | None = None
+        self._over = False
         self._tools = {
             _SET.name: replace(_SET, function=self._set),
             _GAUGE.name: replace(_GAUGE, function=self._gauge),
@@ -108,11 +109,14 @@ class WorkshopEnv:
 
     def step(self, action: Action) -> Observation:
         """Carry out the calls of `action`; without any it ends the episode and is rewarded."""
+        assert not self._over, "nothing comes after done"
         if not action.calls:
+            self._over = True
             return Observation((), float(self._now.good), True, ("delivered",))
         replies = run_calls(action, self._tools, timeout_s=0.0)  # they bound themselves
         events = tuple(event for reply in replies for event in reply.events)
         if self._now.spoiled:
+            self._over = True
             return Observation((), 0.0, True, (*events, "spoiled"))
         messages = tuple(
             {"role": "tool", "content": "error"} if self._brief and reply.failed else reply.message

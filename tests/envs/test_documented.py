@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from fastturn.config import Config, ConfigError, Data
+from fastturn.cli import main
+from fastturn.config import Config, Data
 from fastturn.envs import Action, Task, ToolCall, load_domain
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
@@ -27,10 +28,22 @@ def test_a_domain_of_your_own(tmp_path: Path) -> None:
     twin = domain.env()
     twin.restore(pickle.loads(pickle.dumps(env.snapshot())))
     for each in (env, twin):
-        assert each.step(Action("x")).events == ("no_digit",)
-        assert each.step(Action("5")).reward == pytest.approx(1 / 3)
-    with pytest.raises(ConfigError, match=r"warm\.steps=0"):
-        domain.demonstrator(domain.train_tasks[0], np.random.default_rng(0))
+        assert each.step(Action("x")).events == ("a_digit",)
+        found = each.step(Action("5"))
+        assert found.done and found.reward == 1.0 and found.events == ("found_in_3",)
+
+
+def test_the_guide_keeps_to_its_own_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sum(bool(line.strip()) for line in GUESS.splitlines()) <= 30
+    file = tmp_path / "guess.py"
+    file.write_text(GUESS)
+    pairs = ["turns=12", "data.eval_tasks=2"]
+    assert main(["check-env", f"{file}:Guess", *pairs, "--json"]) == 0
+    lines = {line["check"]: line for line in json.loads(capsys.readouterr().out)}
+    assert lines.pop("calls counted")["status"] == "skip"  # it has no tools
+    assert {line["status"] for line in lines.values()} == {"pass"}
 
 
 def test_stateless_tools() -> None:

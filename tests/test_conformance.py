@@ -1,0 +1,241 @@
+"""`fastturn check-env`: each way to break the contract is found by the check of that name."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastturn.cli import main
+from fastturn.config import Config, ConfigError, Data
+from fastturn.conformance import Subject, conform, probes
+from fastturn.envs import Action, Message, Observation, Task
+from fastturn.envs.tools import Tool, run_calls
+from fastturn.findings import FAIL, PASS, SKIP, WARN
+
+ADD = Tool(
+    "add",
+    "",
+    {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+    lambda n: "ok",
+    bounded=True,
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"n": 2}}</tool_call>'
+
+
+class Counter:
+    """Calls add to a list; the first action without one ends the episode."""
+
+    def start(self, task: Task) -> list[Message]:
+        self.task, self.seen, self.over = task, [], False
+        return [{"role": "user", "content": f"count to {task.data['n']}"}]
+
+    def step(self, action: Action) -> Observation:
+        assert not self.over
+        self.seen = [*self.seen, *(call.name for call in action.calls if hasattr(call, "name"))]
+        if not action.calls:
+            self.over = True
+            return Observation((), float(len(self.seen) == self.task.data["n"]), True, ("answer",))
+        replies = run_calls(action, {"add": ADD}, 1.0)
+        messages = ({"role": "tool", "content": str(len(self.seen))},)
+        return Observation(messages, events=tuple(e for r in replies for e in r.events))
+
+    def snapshot(self) -> Any:
+        return self.task, self.seen, self.over
+
+    def restore(self, snapshot: Any) -> None:
+        self.task, self.seen, self.over = snapshot
+
+
+class Counting:
+    def __init__(self, env: type[Counter] = Counter, shared: bool = False) -> None:
+        self.tools, self.env = [ADD.schema], env
+        self.train_tasks: Sequence[Task] = [Task(f"t{n}", {"n": n}) for n in range(1, 4)]
+        self.eval_tasks: Sequence[Task] = [Task("e", {"n": 1 if shared else 0})]
+
+    def demonstrator(self, task: Task, rng: np.random.Generator) -> Any:
+        return lambda messages: CALL if len(messages) < 2 * task.data["n"] else "done"
+
+
+def lines(domain: Any, **data: Any) -> dict[str, tuple[str, str]]:
+    found = conform(domain, Config(data=Data(**data), turns=5))
+    return {line.check: (line.status, line.measured) for line in found}
+
+
+def failed(domain: Any, **data: Any) -> set[str]:
+    return {name for name, (status, _) in lines(domain, **data).items() if status == FAIL}
+
+
+def test_a_sound_environment_passes() -> None:
+    assert {status for status, _ in lines(Counting()).values()} == {PASS}
+
+
+class Drawing(Counter):
+    def step(self, action: Action) -> Observation:
+        answer = super().step(action)
+        return Observation(
+            ({"role": "tool", "content": str(random.random())},) * len(answer.messages),
+            answer.reward,
+            answer.done,
+            answer.events,
+        )
+
+
+class Forgetting(Counter):
+    def snapshot(self) -> Any:
+        return self.task, [], self.over
+
+
+class ForgettingLater(Counter):
+    """Only an instance that was restored forgets."""
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot)
+        self.forgets = True
+
+    def snapshot(self) -> Any:
+        return self.task, [] if hasattr(self, "forgets") else self.seen, self.over
+
+
+class Aliasing(Counter):
+    def step(self, action: Action) -> Observation:
+        mine, self.seen = self.seen, list(self.seen)
+        answer = super().step(action)
+        mine[:] = self.seen
+        self.seen = mine
+        return answer
+
+
+class Shared(Counter):
+    """A class attribute that every instance writes."""
+
+    live: Any = None
+
+    def start(self, task: Task) -> list[Message]:
+        messages = super().start(task)
+        Shared.live = self
+        return messages
+
+    def step(self, action: Action) -> Observation:
+        time.sleep(0.002)
+        assert Shared.live is self, "another instance is live"
+        return super().step(action)
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot)
+        Shared.live = self
+
+
+class Endless(Counter):
+    def step(self, action: Action) -> Observation:
+        self.over = False
+        return super().step(action)
+
+
+class Raising(Counter):
+    def step(self, action: Action) -> Observation:
+        assert action.calls == () or action.call is not None, "cannot read the call"
+        return super().step(action)
+
+
+class Silent(Counter):
+    def step(self, action: Action) -> Observation:
+        answer = super().step(action)
+        return Observation(answer.messages, answer.reward, answer.done, ())
+
+
+class Formless(Counter):
+    def start(self, task: Task) -> list[Message]:
+        super().start(task)
+        return [{"role": "user", "content": None}]
+
+
+class Hanging(Counter):
+    def step(self, action: Action) -> Observation:
+        if not action.text:
+            time.sleep(3)
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("env", "checks"),
+    [
+        (Drawing, {"determinism", "snapshot round trip", "restore after restore"}),
+        (Forgetting, {"snapshot round trip", "restore after restore"}),
+        (ForgettingLater, {"restore after restore"}),
+        (Aliasing, {"snapshots stay"}),
+        (Shared, {"concurrent instances"}),
+        (Endless, {"step after end"}),
+        (Raising, {"observations"}),
+        (Formless, {"observations"}),
+    ],
+)
+def test_what_is_broken_is_named(env: type[Counter], checks: set[str]) -> None:
+    found = failed(Counting(env))
+    assert checks <= found
+    assert found <= checks | {"concurrent instances"}  # what varies, varies there as well
+
+
+def test_calls_that_are_not_counted_are_a_warning() -> None:
+    status, measured = lines(Counting(Silent))["calls counted"]
+    assert status == WARN and "1 calls, events ()" in measured
+
+
+def test_a_step_that_hangs_costs_its_deadline() -> None:
+    status, measured = lines(Counting(Hanging), env_timeout_s=0.05)["observations"]
+    assert status == FAIL and "DeadlineError" in measured
+
+
+def test_tasks() -> None:
+    assert "held-out tasks are training tasks" in lines(Counting(shared=True))["tasks"][1]
+    twice = Counting()
+    twice.eval_tasks = [Task("t1", {"n": 0})]
+    assert "'t1' belongs to several" in lines(twice)["tasks"][1]
+    twice.eval_tasks = []
+    assert lines(twice)["tasks"][0] == FAIL
+
+
+def test_without_demonstrations_probes_are_enough() -> None:
+    class Bare(Counting):
+        def demonstrator(self, task: Task, rng: np.random.Generator) -> Any:
+            raise ConfigError("there are no demonstrations; set warm.steps=0")
+
+    subject = Subject(Bare(), Config())
+    assert not subject.shown and len(subject.tasks) == 4 and len(subject.records) == 10
+    assert lines(Bare())["rewards"][0] in (PASS, SKIP)
+
+
+def test_probes_follow_the_schema() -> None:
+    texts = list(probes([ADD.schema]))
+    assert [json.loads(t[11:-12])["arguments"] for t in texts] == [{}, {}, {"n": 7}]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-env", "calculator", "data.eval_tasks=4"]) == 0
+    shown = capsys.readouterr().out
+    assert "restore after restore" in shown and "11 pass" in shown
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "from fastturn.envs import Observation, Task\n"
+        "class Env:\n"
+        "    def start(self, task): return [{'role': 'user', 'content': 'x'}]\n"
+        "    def step(self, action): raise KeyError('y')\n"
+        "    def snapshot(self): return None\n"
+        "    def restore(self, snapshot): pass\n"
+        "class Broken:\n"
+        "    tools = []\n"
+        "    train_tasks, eval_tasks = [Task('a', {'n': 1})], [Task('b')]\n"
+        "    def __init__(self, config): self.env = Env\n"
+        "    def demonstrator(self, task, rng): return lambda messages: 'x'\n"
+    )
+    assert main(["check-env", f"{file}:Broken", "--json"]) == 1
+    found = {line["check"]: line for line in json.loads(capsys.readouterr().out)}
+    assert "KeyError: 'y'" in found["observations"]["measured"]
+    assert main(["check-env", "calculater"]) == 2
+    assert "'calculator'" in capsys.readouterr().err
