@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results" / "gpu.jsonl"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_THE, k_TKE, v_TKE
 LEAVES = 4  # branches of a layout that are checked
 SAMPLE = 512  # and at most this many of their tokens
+CANCELLED = 0.02  # a gradient smaller than this share of its terms is measured by its terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,9 @@ class Sample:
         """What is wrong with `impl` here, None if nothing.
 
         Each output and gradient may have twice the error of the plain computation in the same
-        dtype, both measured against float64, plus eight units of the accumulator.
+        dtype, both measured against float64, plus eight units of the accumulator, and one for each
+        unit of the largest score: a probability that is computed again from its score has the
+        score's rounding as its own relative error.
         """
 
         def attend(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor) -> torch.Tensor:
@@ -270,14 +273,25 @@ class Sample:
         truth = list(self._results(self._branches, [x.double() for x in self.inputs]))
         same = list(self._results(self._branches, self.inputs))
         accumulator = torch.promote_types(self.inputs[0].dtype, torch.float32)
-        floor = 8 * torch.finfo(accumulator).eps
+        largest, terms = self._magnitudes()
+        floor = (8 + largest) * torch.finfo(accumulator).eps
         for name, mine, its, true in zip(("out", "dq", "dk", "dv"), got, same, truth, strict=True):
-            size = true.abs().max().clamp(min=1e-30)
+            # Gradients of queries and keys may cancel, to nothing where a token sees only itself.
+            size = max(float(true.abs().max()), CANCELLED * terms[name], 1e-30)
             off, plain_off = (float((x.double() - true).abs().max() / size) for x in (mine, its))
             allowed = 2 * plain_off + floor
             if not off <= allowed:
                 return f"{name} differs by {off:.2g}, at most {allowed:.2g} was expected"
         return None
+
+    def _magnitudes(self) -> tuple[float, dict[str, float]]:
+        """Bounds of the scores, and of the terms that each result is a sum of."""
+        q, k, v, g = (
+            float(x.double().norm(dim=-1).max()) for x in (*self.inputs, self.upstream_THE)
+        )
+        scale = self.scores.scale(self.inputs[0].shape[2])
+        largest = scale * q * k
+        return largest, {"out": v, "dq": g * v * scale * k, "dk": g * v * scale * q, "dv": g}
 
     def _results(self, attend: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         # Identity hooks: those of gradient checkpointing, in whose middle this may be, stay out.

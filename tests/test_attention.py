@@ -89,7 +89,13 @@ def qkv(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(1, n, tokens, 8, generator=draw).to(dtype) for n in (4, 2, 2)]
 
 
-SCORES = [Scores(), Scores(0.5, window=3), Scores(softcap=2.0), Scores(0.2, 4, 3.0)]
+SCORES = [
+    Scores(),
+    Scores(0.5, window=3),
+    Scores(softcap=2.0),
+    Scores(0.2, 4, 3.0),
+    Scores(window=1),
+]
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -97,6 +103,15 @@ SCORES = [Scores(), Scores(0.5, window=3), Scores(softcap=2.0), Scores(0.2, 4, 3
 def test_right_implementations_pass_their_check(scores, dtype, caplog):
     backend = Backend("torch")
     TreeAttention(*tree(), backend)(0, *qkv(16, dtype), scores)
+    assert set(backend.checked.values()) == {"torch"} and not caplog.records
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rounding_of_large_scores_is_no_fault(seed: int, caplog):
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 3, 16, 64, generator=draw) * size for size in (4.0, 4.0, 1.0))
+    backend = Backend("torch")
+    TreeAttention(*tree(), backend)(0, q, k, v, Scores())
     assert set(backend.checked.values()) == {"torch"} and not caplog.records
 
 
