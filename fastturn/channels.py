@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastturn.config import Config
-from fastturn.types import Credit, SiblingGroup, Trajectory
+from fastturn.types import Credit, Hit, SiblingGroup, Trajectory
 
 if TYPE_CHECKING:
     from fastturn.algorithms import Algorithm
@@ -58,40 +58,48 @@ def _sum(trajectory: Trajectory, parts: Sequence[tuple[float, Credit]]) -> Credi
     weight_U = np.max([credit.weight_U for _, credit in parts], axis=0)
     product_U = np.sum([f * credit.weight_U * credit.advantage_U for f, credit in parts], axis=0)
     advantage_U = np.divide(product_U, weight_U, out=np.zeros_like(weight_U), where=weight_U > 0)
-    return Credit(trajectory, advantage_U, weight_U)
+    spans = tuple(
+        replace(span, advantage=span.advantage * factor * credit.weight_U[span.turn] / whole)
+        for factor, credit in parts
+        for span in credit.spans
+        if (whole := weight_U[span.turn])
+    )
+    return Credit(trajectory, advantage_U, weight_U, spans)
 
 
 def on_path(trajectory: Trajectory, config: Config) -> Trajectory:
-    """The trajectory with the rewards of its path in place of those of the outcome."""
-    return _rewarded(trajectory, path_rewards(trajectory, config))
+    """The trajectory with what the trained rules say, and its sum as the reward of each turn."""
+    return _rewarded(trajectory, path_hits(trajectory, config), outcome=0.0, scale=1.0)
 
 
 def folded(group: SiblingGroup, config: Config, scale: float = 1.0) -> SiblingGroup:
     """The group with both channels added up to one reward, for credits that know only one."""
     outcome = float("outcome" in config.rewards)
 
-    def one(trajectory: Trajectory) -> Trajectory:
-        pairs = zip(trajectory.turns, path_rewards(trajectory, config), strict=True)
-        rewards = [outcome * turn.reward + scale * on_way for turn, on_way in pairs]
-        return _rewarded(trajectory, rewards)
-
-    return replace(group, siblings=tuple(map(one, group.siblings)))
+    siblings = (_rewarded(t, path_hits(t, config), outcome, scale) for t in group.siblings)
+    return replace(group, siblings=tuple(siblings))
 
 
-def path_rewards(trajectory: Trajectory, config: Config) -> list[float]:
+def path_hits(trajectory: Trajectory, config: Config) -> list[tuple[Hit, ...]]:
     """What the trained rules said of every turn; fulfilments of a failed episode say nothing when
     they are "gated"."""
     counted = set(config.rewards)
     if "gated" in counted and trajectory.success:
         counted.add("fulfilment")
-    return [
-        sum(hit.value for hit in turn.path if hit.channel in counted) for turn in trajectory.turns
-    ]
+    return [tuple(hit for hit in turn.path if hit.channel in counted) for turn in trajectory.turns]
 
 
-def _rewarded(trajectory: Trajectory, rewards: Sequence[float]) -> Trajectory:
-    pairs = zip(trajectory.turns, rewards, strict=True)
-    return replace(trajectory, turns=tuple(replace(turn, reward=r) for turn, r in pairs))
+def _rewarded(
+    trajectory: Trajectory, path: Sequence[tuple[Hit, ...]], outcome: float, scale: float
+) -> Trajectory:
+    """Rewards that are `outcome` times the environment's and `scale` times those of the path."""
+    turns = tuple(
+        replace(
+            turn, reward=outcome * turn.reward + scale * sum(hit.value for hit in hits), path=hits
+        )
+        for turn, hits in zip(trajectory.turns, path, strict=True)
+    )
+    return replace(trajectory, turns=turns)
 
 
 @dataclass(frozen=True, slots=True)

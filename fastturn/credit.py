@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fastturn.config import Config
 from fastturn.envs.base import events_by_call
-from fastturn.types import Credit, SiblingGroup, Trajectory
+from fastturn.types import Credit, SiblingGroup, Span, Trajectory
 
 Credits = list[list[Credit]]  # one list a group, one credit a trajectory
 Array = NDArray[np.float64]
@@ -113,20 +114,42 @@ def attached(groups: Sequence[SiblingGroup], config: Config) -> Credits:
     GRPO. It is the path channel of algorithms that credit whole trajectories: spread over all
     tokens, a penalty would teach the turns that obeyed as well (RLVP, section 3).
 
+    Of a turn with several calls, what a rule says of one call is left with its tokens.
+
     Example: turns with rewards (-.25, 0) and (0, 0): advantages (-.1875, .0625), (.0625, .0625).
     """
     result: Credits = []
     for group, share in _shares(groups):
         earned = np.array([turn.reward for t in group.siblings for turn in t.turns], np.float64)
         ends = np.cumsum([len(t.turns) for t in group.siblings])[:-1]
-        advantages = np.split(_advantages(earned, config), ends)
+        unit = earned.std(ddof=1) if config.loss.normalize_std and np.ptp(earned) else 1.0
         result.append(
             [
-                _credit(trajectory, advantage_U, share / trajectory.tokens_sampled, config)
-                for trajectory, advantage_U in zip(group.siblings, advantages, strict=True)
+                _with_spans(trajectory, advantage_U, unit, share, config)
+                for trajectory, advantage_U in zip(
+                    group.siblings, np.split(_advantages(earned, config), ends), strict=True
+                )
             ]
         )
     return result
+
+
+def _with_spans(
+    trajectory: Trajectory, advantage_U: Array, unit: float, share: float, config: Config
+) -> Credit:
+    """Credit in which what was said of a single call has moved from its turn to its tokens."""
+    spans = tuple(
+        Span(u, *hit.span, hit.value / unit)
+        for u, turn in enumerate(trajectory.turns)
+        for hit in turn.path
+        if hit.span is not None
+    )
+    moved_U = np.zeros(len(trajectory.turns))
+    for span in spans:
+        moved_U[span.turn] += span.advantage
+    weight = share / trajectory.tokens_sampled
+    given = _credit(trajectory, advantage_U - moved_U, weight, config, kept=moved_U != 0)
+    return replace(given, spans=spans)
 
 
 def by_turn(groups: Sequence[SiblingGroup], config: Config) -> Credits:
@@ -374,7 +397,7 @@ def refuel(groups: Sequence[SiblingGroup], config: Config, *, eta: float = 1.0) 
 
 def zero_advantage(group: Sequence[Credit]) -> bool:
     """Whether all advantages of the group are zero (its returns are equal)."""
-    return not any(np.any(credit.advantage_U) for credit in group)
+    return not any(credit.spans or np.any(credit.advantage_U) for credit in group)
 
 
 def _shares(groups: Sequence[SiblingGroup]) -> Iterator[tuple[SiblingGroup, float]]:
@@ -415,13 +438,13 @@ def _credit(
     advantages: ArrayLike,
     weight: ArrayLike,
     config: Config,
-    kept: bool = False,
+    kept: ArrayLike = False,
 ) -> Credit:
     """Credit for the first turns, as many as there are advantages, with one weight or one each;
     without a KL term turns of zero advantage weigh zero, unless they are `kept`."""
     given_U = np.asarray(advantages, np.float64)
     weight_U, advantage_U = np.zeros((2, len(trajectory.turns)))
     advantage_U[: len(given_U)] = given_U
-    scored = kept or config.loss.kl_coef > 0
+    scored = np.asarray(kept) | (config.loss.kl_coef > 0)
     weight_U[: len(given_U)] = np.where(scored | (given_U != 0), weight, 0.0)
     return Credit(trajectory, advantage_U, weight_U)

@@ -21,6 +21,7 @@ from fastturn.sampler.base import (
     Streaming,
 )
 from fastturn.sampler.local import LocalSampler
+from fastturn.sampler.server import EngineError
 from fastturn.sharding import Mirror
 from fastturn.tree import Alone, Peers
 from fastturn.types import Completion
@@ -40,7 +41,7 @@ def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Pro
 
     rollout = config.rollout
     make = CARRIERS[rollout.carrier]
-    return VllmSampler(
+    sampler = VllmSampler(
         rollout.urls,
         policy,
         make(adapter_config(policy.model)) if rollout.carrier == "lora" else make(),
@@ -51,6 +52,12 @@ def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Pro
         on_event=meter.count,
         say=progress.warn,
     )
+    try:
+        sampler.require_scores_at(config.sampling.temperature)
+    except EngineError:
+        sampler.close()
+        raise
+    return sampler
 
 
 ENGINES: dict[str, Build] = {"local": _local, "vllm": _vllm}

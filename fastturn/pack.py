@@ -78,7 +78,7 @@ class ScoredTurn:
     tokens_T: Ids  # what the model reads: the context and all but the last sampled token
     action_A: Ids
     behavior_A: Floats
-    advantage: float
+    advantage_A: Floats
     weight: float
     version: int
     tokens_flat: int
@@ -186,7 +186,7 @@ def _trajectory_paths(place: tuple[int, int], credit: Credit) -> Iterator[Path]:
     """Run the trajectory's stack; whenever scored tokens are popped, what was read is a path.
     `place`: numbers of its group and of itself."""
     running = bytearray()
-    scored: list[tuple[int, Turn, float, float, int]] = []
+    scored: list[tuple[int, Turn, Floats, float, int]] = []
     stop = flat = 0  # tokens that the newest scored turn reads; tokens pushed since it
     for index in range(_last_scored(credit) + 1):
         turn = credit.trajectory.turns[index]
@@ -202,7 +202,8 @@ def _trajectory_paths(place: tuple[int, int], credit: Credit) -> Iterator[Path]:
         weight = float(credit.weight_U[index])
         if weight and len(action_A):
             stop = len(running) // ID_BYTES - 1
-            scored.append((stop, turn, float(credit.advantage_U[index]), weight, flat))
+            advantage_A = credit.advantage_A(index).astype(np.float32)
+            scored.append((stop, turn, advantage_A, weight, flat))
             flat = 0
     if scored:
         yield _path(place, bytes(memoryview(running)[: stop * ID_BYTES]), scored)
@@ -215,7 +216,7 @@ def _last_scored(credit: Credit) -> int:
 
 
 def _path(
-    place: tuple[int, int], key: bytes, scored: Sequence[tuple[int, Turn, float, float, int]]
+    place: tuple[int, int], key: bytes, scored: Sequence[tuple[int, Turn, Floats, float, int]]
 ) -> Path:
     all_T = np.frombuffer(key, np.int32)
     turns = tuple(
@@ -223,12 +224,12 @@ def _path(
             tokens_T=all_T[:stop],
             action_A=turn.completion.action_A,
             behavior_A=turn.completion.logprob_A,
-            advantage=advantage,
+            advantage_A=advantage_A,
             weight=weight,
             version=turn.completion.version,
             tokens_flat=flat,
         )
-        for stop, turn, advantage, weight, flat in scored
+        for stop, turn, advantage_A, weight, flat in scored
     )
     return Path(*place, key, turns)
 
@@ -277,7 +278,7 @@ def _tensors(ordered: Sequence[Path], device: torch.device | str) -> PackedBatch
         source_A=rows(source_A),
         action_A=rows(_joined([turn.action_A for turn in turns], np.int32)),
         behavior_A=rows(_joined([turn.behavior_A for turn in turns], np.float32), torch.float32),
-        advantage_A=each(turn.advantage for turn in turns),
+        advantage_A=rows(_joined([turn.advantage_A for turn in turns], np.float32), torch.float32),
         weight_A=each(turn.weight for turn in turns),
         turn_A=rows(np.repeat(np.arange(len(turns)), lengths_U)),
         version_U=tensor(np.array([turn.version for turn in turns], np.int64)),

@@ -199,11 +199,10 @@ class _Table:
         ending: Ending | None,
     ) -> None:
         clock = self.play.clock
-        episode.turns.append(
-            Turn(episode.boundary, completion, answer.reward, answer.events, answer.path)
-        )
+        path = self.play.renderer.located(completion.action_A, answer.path)
+        episode.turns.append(Turn(episode.boundary, completion, answer.reward, answer.events, path))
         episode.ending = ending
-        for event in (*answer.events, *(f"{hit.channel}_{hit.rule}" for hit in answer.path)):
+        for event in (*answer.events, *(f"{hit.channel}_{hit.rule}" for hit in path)):
             clock.count(event)
         if ending is not None:
             clock.count(f"ending_{ending}")

@@ -19,18 +19,18 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fastturn.config import ConfigError
 from fastturn.envs.base import Action, BadCall, Message, ToolCall
-from fastturn.envs.calls import END_THINK, THINK, parse_action
+from fastturn.envs.calls import END_THINK, THINK, call_spans, parse_action
 from fastturn.envs.loading import load_function
 from fastturn.template import ChatTemplate, Codec
 from fastturn.template import TemplateError as TemplateError
-from fastturn.types import Boundary, Ids
+from fastturn.types import Boundary, Hit, Ids
 
 if TYPE_CHECKING:
     pass
@@ -135,6 +135,23 @@ class Renderer:
             del ids[-1]
         text = self._codec.decode(ids)
         return parse_action(f"{THINK}\n{text}" if self._template.opens_thinking else text)
+
+    def located(self, action_A: Ids, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
+        """`hits` on an action of several calls, each with the tokens of its call."""
+        if not hits:
+            return hits
+        raw = [self._codec.raw([token]) for token in action_A.tolist()]
+        opening = f"{THINK}\n".encode() if self._template.opens_thinking else b""
+        spans = call_spans(opening + b"".join(raw))
+        if not max(hit.call for hit in hits) < len(spans) > 1:
+            return hits
+        ends_A = len(opening) + np.cumsum([len(piece) for piece in raw])
+
+        def tokens(start: int, stop: int) -> tuple[int, int]:
+            first, last = np.searchsorted(ends_A, [start, stop - 1], side="right").tolist()
+            return first, last + 1
+
+        return tuple(replace(hit, span=tokens(*spans[hit.call])) for hit in hits)
 
     def encode_action(self, text: str) -> Ids:
         """The ids of a scripted action, its stop token included: the inverse of `parse`. An action

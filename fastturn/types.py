@@ -95,6 +95,7 @@ class Channel(StrEnum):
 class Hit:
     """A path rule that an action met: what that is worth, and which call of the action it was.
 
+    `span`: the tokens of that call, from start to stop within the action; None is all of them.
     Example: `Hit("dial_outside_hours", Channel.PENALTY, -0.25, call=0)`.
     """
 
@@ -102,6 +103,7 @@ class Hit:
     channel: Channel
     value: float
     call: int = 0
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +213,22 @@ class SiblingGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens start to stop of one turn's action have this much more advantage than the turn."""
+
+    turn: int
+    start: int
+    stop: int
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
 class Credit:
     """What the loss of one trajectory weighs: one advantage and one token weight for each turn.
 
     `weight_U` is the final coefficient of every token of the turn in the loss (RTPO:
-    1/groups · 1/(G-1) · 1/T_jk for turn k and 0 for later turns). Shapes: float64 [U].
+    1/groups · 1/(G-1) · 1/T_jk for turn k and 0 for later turns). Shapes: float64 [U]. `spans`:
+    where the tokens of one turn are to be credited differently (one call of several).
     Example, G - 1 = 2 siblings of 4 and 5 tokens, one group, only the first one rewarded:
     advantages +.5 and -.5, weights 1/8 and 1/10.
     """
@@ -223,6 +236,7 @@ class Credit:
     trajectory: Trajectory
     advantage_U: NDArray[np.float64]
     weight_U: NDArray[np.float64]
+    spans: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.advantage_U.shape == self.weight_U.shape == (len(self.trajectory.turns),)
@@ -230,4 +244,14 @@ class Credit:
     @property
     def silent(self) -> bool:
         """No token of this trajectory can move the policy through the surrogate."""
-        return not np.any((self.advantage_U != 0) & (self.weight_U != 0))
+        live = any(self.weight_U[span.turn] for span in self.spans)
+        return not live and not np.any((self.advantage_U != 0) & (self.weight_U != 0))
+
+    def advantage_A(self, turn: int) -> NDArray[np.float64]:
+        """Of every token of a turn's action."""
+        tokens = len(self.trajectory.turns[turn].completion.action_A)
+        advantage_A = np.full(tokens, self.advantage_U[turn])
+        for span in self.spans:
+            if span.turn == turn:
+                advantage_A[span.start : span.stop] += span.advantage
+        return advantage_A

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fastturn.algorithms import ALGORITHMS, algorithm_of
 from fastturn.channels import credited, faded, folded, held, variance
 from fastturn.config import Config
+from fastturn.pack import pack
 from fastturn.types import (
     Boundary,
     Channel,
@@ -163,3 +164,33 @@ def test_violation_free_episodes_ended_and_broke_no_rule():
     good, bad = episode(turn(0.0, 0.25)), episode(turn(0.0, 0.25), turn(1.0, -0.25))
     assert good.violation_free and not bad.violation_free
     assert not replace(good, ending=Ending.TURNS).violation_free
+
+
+def test_a_rule_of_one_call_of_several_speaks_to_its_tokens_only():
+    hit = Hit("bad", Channel.PENALTY, -0.25, call=1, span=(2, 4))
+    two = episode(replace(turn(0.0), path=(hit,)), turn(0.0))
+    config = Config(algorithm="grpo")
+    ((bad, good),) = credited(algorithm_of(config), [group(two, episode(turn(0.0)))], config)
+    above = 0.25 / 3
+    assert np.allclose(bad.advantage_A(0), [above, above, above - 0.25, above - 0.25])
+    assert np.allclose(bad.advantage_A(1), above) and np.allclose(good.advantage_A(0), above)
+    assert not bad.silent and bad.weight_U[0] == good.weight_U[0] / 2
+
+
+def test_a_span_weighs_in_its_channel():
+    hit = Hit("bad", Channel.PENALTY, -0.25, call=1, span=(2, 4))
+    two = episode(replace(turn(1.0), path=(hit,)))
+    config = Config(algorithm="grpo")
+    ((bad, _),) = credited(algorithm_of(config), [group(two, episode(turn(0.0)))], config, 0.5)
+    outcome, path = 0.5, 0.125
+    assert np.allclose(bad.advantage_A(0), outcome + 0.5 * (path - np.array([0, 0, 0.25, 0.25])))
+
+
+def test_packed_rows_carry_the_advantage_of_their_token():
+    hit = Hit("bad", Channel.PENALTY, -0.25, call=1, span=(1, 3))
+    two = episode(replace(turn(0.0), path=(hit,)))
+    config = Config(algorithm="grpo")
+    credits = credited(algorithm_of(config), [group(two, episode(turn(0.0, tokens=3)))], config)
+    (batch,) = pack(credits, 100)
+    found = {tuple(batch.advantage_A[batch.trajectory_U[batch.turn_A] == 0].tolist())}
+    assert found == {(0.125, -0.125, -0.125, 0.125)}

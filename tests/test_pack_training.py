@@ -226,7 +226,8 @@ def test_the_loss_written_out_a_row_a_turn() -> None:
         all_AV = (logits_AV / OBJECTIVE.temperature).log_softmax(-1)
         logprob_A = all_AV.gather(1, torch.from_numpy(turn.action_A.astype(np.int64))[:, None])
         ratio_A = (logprob_A.squeeze(1) - torch.from_numpy(turn.behavior_A)).exp()
-        gain_A = torch.minimum(ratio_A * turn.advantage, ratio_A.clamp(0.8, 1.3) * turn.advantage)
+        given_A = torch.from_numpy(turn.advantage_A)
+        gain_A = torch.minimum(ratio_A * given_A, ratio_A.clamp(0.8, 1.3) * given_A)
         total -= turn.weight * float(gain_A.sum())
     losses = [
         sum(float(policy(batch, OBJECTIVE).loss.detach()) for batch in cut(groups()))

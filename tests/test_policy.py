@@ -145,8 +145,8 @@ def unpacked_loss(model: PreTrainedModel, objective: Objective) -> torch.Tensor:
         logprob_A = all_AV.gather(1, action_A1).squeeze(1)
         ratio_A = (logprob_A - torch.from_numpy(turn.behavior_A)).exp()
         clipped_A = ratio_A.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-        advantage = float(np.float32(turn.advantage))
-        loss_A = -torch.minimum(ratio_A * advantage, clipped_A * advantage)
+        advantage_A = torch.from_numpy(turn.advantage_A)
+        loss_A = -torch.minimum(ratio_A * advantage_A, clipped_A * advantage_A)
         d_A = REFERENCE - logprob_A
         loss_A = loss_A + objective.kl_coef * (d_A.exp() - d_A - 1)
         total = total + float(np.float32(turn.weight)) * loss_A.sum().double()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastturn.envs import BadCall, Message, ToolCall
 from fastturn.render import Conversation, Renderer
 from fastturn.template import TemplateError
-from fastturn.types import Ids
+from fastturn.types import Channel, Hit, Ids
 
 from .dialogues import (
     CONTEXTS,
@@ -249,6 +249,23 @@ def test_a_prompt_that_opens_thinking() -> None:
     assert f"assistant\n{call}<|im_end|>" in history and "let me see" not in history
     assert after.boundary.kept == len(start.context_T) - renderer._template.think_tail
     assert renderer.parse(renderer.encode_action("7")).text == "<think>\n</think>\n\n7"
+
+
+@pytest.mark.parametrize("name", ["chatml", "opens_thinking"])
+def test_hits_on_one_call_of_several_are_located(name: str) -> None:
+    renderer = RENDERERS[name, "keep"]
+    calls = [f'<tool_call>{{"name": "{n}", "arguments": {{}}}}</tool_call>' for n in "fg"]
+    thought = f"<think>\nperhaps {calls[1]}\n</think>"
+    action_A = renderer.encode_action(f"{thought} 漢 {calls[0]} then {calls[1]}.")
+    hits = tuple(Hit("bad", Channel.PENALTY, -0.25, call) for call in (0, 1))
+    located = renderer.located(action_A, hits)
+    assert len(renderer.parse(action_A).calls) == 2
+    for hit, call in zip(located, calls, strict=True):
+        assert hit.span is not None
+        said_A = action_A[slice(*hit.span)]
+        assert call in text(renderer, said_A) and len(text(renderer, said_A)) <= len(call) + 4
+    one_A = renderer.encode_action(calls[0])
+    assert renderer.located(one_A, hits[:1]) == hits[:1]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ with its own event and a sentence for the model, never an exception and never si
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastturn.envs.base import Action, BadCall, ToolCall
@@ -55,6 +56,37 @@ def spoken(text: str) -> str:
         parts.append(before)
         _, _, text = inside.partition(END_THINK)
     return "".join([*parts, text])
+
+
+_TAGS = re.compile(rb"<think>|</think>|<tool_call>|</tool_call>")
+
+
+def call_spans(raw: bytes) -> list[tuple[int, int]]:
+    """Where the calls of `parse_action` stand in the bytes of its text, in their order: from the
+    opening tag to the closing one, or to where a call breaks off.
+
+    Example: `call_spans(b"a<tool_call>{}</tool_call>")` is `[(1, 26)]`.
+    """
+    spans: list[tuple[int, int]] = []
+    opened: int | None = None
+    thinking = stray = False
+    for tag in _TAGS.finditer(raw):
+        name = tag[0].decode()
+        if thinking or name == THINK:
+            thinking = name != END_THINK
+        elif name == OPEN:
+            if opened is not None:
+                spans.append((opened, tag.start()))
+            opened, stray = tag.start(), False
+        elif name == CLOSE and opened is not None:
+            spans.append((opened, tag.end()))
+            opened = None
+        elif name == CLOSE and not stray:
+            spans.append(tag.span())
+            stray = True
+    if opened is not None:
+        spans.append((opened, len(raw)))
+    return spans
 
 
 def _calls(text: str) -> list[ToolCall | BadCall]:

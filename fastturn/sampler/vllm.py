@@ -286,12 +286,17 @@ class VllmSampler:
                 f"the policy's weights are not those of the last proved publish (version "
                 f"{self.version}); call publish(version) after every update"
             )
-        if params.temperature in (0.0, 1.0):
+        self.require_scores_at(params.temperature)
+
+    def require_scores_at(self, temperature: float) -> None:
+        """`EngineError` when a server reports log-probabilities of another distribution than the
+        one that is sampled at this temperature."""
+        if temperature in (0.0, 1.0):
             return
         for member in self.fleet.members:
             if member.info.logprobs_mode == "raw_logprobs":
                 raise EngineError(
-                    f"temperature {params.temperature:g} with raw log-probabilities, which are "
+                    f"temperature {temperature:g} with raw log-probabilities, which are "
                     f"those of temperature 1; start the server with --logprobs-mode "
                     f"processed_logprobs",
                     phase=wire.PHASE,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastturn.envs import BadCall, ToolCall
-from fastturn.envs.calls import parse_action, spoken
+from fastturn.envs.calls import call_spans, parse_action, spoken
 
 GOOD = '{"name": "f", "arguments": {"a": 1}}'
 
@@ -123,3 +125,15 @@ def test_any_text_parses_and_no_attempt_is_lost(text: str) -> None:
     opened, closed = heard.count("<tool_call>"), heard.count("</tool_call>")
     assert len(calls) >= opened
     assert bool(calls) == bool(opened or closed)
+
+
+@given(fragments)
+@settings(max_examples=300, deadline=None)
+def test_calls_are_found_where_they_stand(text: str) -> None:
+    calls, spans = parse_action(text).calls, call_spans(text.encode())
+    assert len(spans) == len(calls)
+    assert all(a < b for a, b in spans)
+    assert all(left[1] <= right[0] for left, right in pairwise(spans))
+    for call, (start, stop) in zip(calls, spans, strict=True):
+        if isinstance(call, ToolCall):
+            assert parse_action(text.encode()[start:stop].decode()).calls == (call,)

@@ -174,8 +174,11 @@ def test_the_doctor_names_a_server_started_with_other_flags(
 
 def test_the_doctor_refuses_raw_log_probabilities_at_another_temperature(served: Served) -> None:
     served.fake.logprobs_mode = "raw_logprobs"
-    line = examined(served, "sampling.temperature=0.7")["log-probabilities"]
+    lines = examined(served, "sampling.temperature=0.7")
+    line = lines["log-probabilities"]
     assert line.status == "fail" and "--logprobs-mode processed_logprobs" in line.remedy
+    failed = [name for name, line in lines.items() if line.status == "fail"]
+    assert failed == ["log-probabilities", "opening"]  # all others cannot be looked at
 
 
 def test_the_doctor_sees_weights_that_stay_behind(
