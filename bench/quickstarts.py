@@ -1,4 +1,4 @@
-"""Runs of the quickstart that leave nothing behind, for benchmarks of the loop."""
+"""Runs of recipes that leave nothing behind, for benchmarks of the loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastturn.run import Run, open_run
 
 
 @contextmanager
-def opened(pairs: Sequence[str]) -> Iterator[Run]:
-    """A run of the quickstart that leaves nothing behind and says nothing."""
+def opened(pairs: Sequence[str], recipe: str = "quickstart") -> Iterator[Run]:
+    """A run of a recipe that leaves nothing behind and says nothing."""
     fixed = ("data.eval_tasks=1", "save.every=0", "trackers=none")
-    config = override(recipes.RECIPES["quickstart"](), (*fixed, *pairs))
+    config = override(recipes.RECIPES[recipe](), (*fixed, *pairs))
     with (
         tempfile.TemporaryDirectory() as folder,
         Path(os.devnull).open("w") as nowhere,
@@ -33,8 +33,10 @@ def opened(pairs: Sequence[str]) -> Iterator[Run]:
 
 
 @functools.cache
-def warm_weights(steps: int, pairs: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def warm_weights(
+    steps: int, pairs: tuple[str, ...] = (), recipe: str = "quickstart"
+) -> dict[str, Tensor]:
     """Of a policy that solves some tasks, so that groups have something to teach."""
-    with opened([f"warm.steps={steps}", *pairs]) as run:
+    with opened([f"warm.steps={steps}", *pairs], recipe) as run:
         trainer.warm_start(run)
         return {name: value.clone() for name, value in run.policy.state_dict().items()}

@@ -1,0 +1,202 @@
+"""Path rewards beside the outcome: what each part of the recipe does, at equal rollouts.
+
+    .venv/bin/python scripts/bench path frontdesk --seeds 5
+    .venv/bin/python scripts/bench path frontdesk --arms outcome full --seeds 1 --no-record
+    .venv/bin/python scripts/bench path frontdesk --table        # of what is recorded
+
+Every arm changes one key of the recipe, starts from the warm policy of its seed and stops at the
+first iteration that fills the budget. Violation-free: no penalty was met and the episode was ended
+by the policy itself. Rows are recorded run by run, and a run that is recorded is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fastturn import trainer
+from fastturn.config import as_dict, override
+from fastturn.recipes import RECIPES
+from fastturn.run import Run
+
+from .command import one_of, options, parser
+from .quickstarts import opened, warm_weights
+from .record import RESULTS, Measured, config_hash, record
+
+ARMS = {
+    "outcome": ("rewards=outcome",),
+    "full": (),
+    "penalty": ("rewards=penalty",),
+    "no twin": ("rewards=outcome,penalty",),
+    "no seeding": ("warm.compliant=0",),
+    "muon": ("optim.muon_lr=0.002",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recipe, the pairs that all arms share, the rollouts of a run, and the arms run by default.
+
+    `first`: the iterations over which variances and dead updates at the start are counted.
+    """
+
+    recipe: str
+    pairs: tuple[str, ...]
+    rollouts: int
+    arms: tuple[str, ...]
+    first: int = 10
+
+
+CASES = {
+    "frontdesk": Case("frontdesk", (), 16000, tuple(ARMS)),
+    "shell": Case("shell", (), 16000, ("outcome", "full", "penalty")),
+    "frontdesk-gate": Case(
+        "frontdesk",
+        ("data.domain=frontdesk:level=gate", "warm.compliant=0"),
+        16000,
+        ("outcome", "full"),
+    ),
+    "shell-gate": Case(
+        "shell",
+        ("data.domain=shell:level=gate", "warm.compliant=0", "turns=7"),
+        16000,
+        ("outcome", "full"),
+    ),
+}
+
+
+def pairs_of(case: Case, arm: str, seed: int) -> tuple[str, ...]:
+    return (*case.pairs, *ARMS[arm], f"seed={seed}", "data.eval_tasks=512")
+
+
+def outcome(case: Case, arm: str, seed: int) -> dict[str, float]:
+    """What one run reached and spent."""
+    pairs = pairs_of(case, arm, seed)
+    kept = tuple(pair for pair in pairs if not pair.startswith(("rewards=", "optim.")))
+    warm_steps = RECIPES[case.recipe]().warm.steps
+    with opened((*pairs, "warm.steps=0", "iterations=100000"), case.recipe) as run:
+        run.policy.load_state_dict(warm_weights(warm_steps, kept, case.recipe))
+        trainer.warm_start(run)  # no steps, but from here on it trains
+        before = trainer.held_out(run, "before")
+        start_s = time.process_time()
+        iterations: list[dict[str, Any]] = []
+        while run.cursor.totals["rollouts"] < case.rollouts:
+            iterations.append(trainer.one_iteration(run))
+        spent_s = time.process_time() - start_s
+        after = trainer.held_out(run, "after")
+        stages = recorded_stages(run)
+    dead = [record["dead"] for record in iterations]
+    early = [stage for stage in stages if stage["iteration"] < case.first]
+    return {
+        "success": after.success,
+        "success, greedy": after.greedy,
+        "violation-free": after.violation_free,
+        "violation-free, greedy": after.violation_free_greedy,
+        "success before": before.success,
+        "violation-free before": before.violation_free,
+        "turns": after.turns_mean,
+        "rollouts": run.cursor.totals["rollouts"],
+        "iterations": len(iterations),
+        "dead iterations": float(np.mean(dead)),
+        "dead iterations at first": float(np.mean(dead[: case.first])),
+        "Var O at first": float(np.mean([stage["var_outcome"] for stage in early])),
+        "Var P at first": float(np.mean([stage["var_path"] for stage in early])),
+        "largest error of the decomposition": max(map(decomposition_error, stages)),
+        "s / 1000 rollouts": 1000 * spent_s / run.cursor.totals["rollouts"],
+    }
+
+
+def recorded_stages(run: Run) -> list[dict[str, Any]]:
+    """The records of all stages of the run, as they are logged."""
+    lines = (run.out / "records.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "stage"]
+
+
+def decomposition_error(stage: dict[str, Any]) -> float:
+    """|Var R - (Var O + Var P + 2 Cov)| of a stage whose path rewards are not faded."""
+    parts = stage["var_outcome"] + stage["var_path"] + 2 * stage["cov_outcome_path"]
+    return float(abs(stage["var_return"] - parts))
+
+
+def measured(name: str, arm: str, seed: int) -> list[Measured]:
+    """Every metric of one run, as rows of one repetition."""
+    case = CASES[name]
+    found = outcome(case, arm, seed)
+    config = described(case, arm, seed)
+    title = title_of(name, seed)
+    return [Measured(title, arm, key, "1", (value,), config) for key, value in found.items()]
+
+
+def title_of(name: str, seed: int) -> str:
+    return f"path/{name} rollouts={CASES[name].rollouts} seed={seed}"
+
+
+def described(case: Case, arm: str, seed: int) -> dict[str, Any]:
+    config = as_dict(override(RECIPES[case.recipe](), pairs_of(case, arm, seed)))
+    return {**config, "rollouts": case.rollouts}
+
+
+def rows_of(name: str, arm: str, seed: int) -> dict[str, float]:
+    """What is recorded of a run with the configuration that it has now."""
+    path = RESULTS / "path.jsonl"
+    if not path.exists():
+        return {}
+    wanted = (title_of(name, seed), arm, config_hash(described(CASES[name], arm, seed)))
+    rows = map(json.loads, path.read_text().splitlines())
+    return {
+        row["metric"]: row["p50"]
+        for row in rows
+        if (row["case"], row["provider"], row["config_hash"]) == wanted
+    }
+
+
+SHOWN = (
+    *("success", "success, greedy", "violation-free", "violation-free, greedy"),
+    *("success before", "violation-free before", "turns", "dead iterations at first"),
+    *("Var O at first", "Var P at first", "largest error of the decomposition"),
+    *("rollouts", "s / 1000 rollouts"),
+)
+
+
+def summary(runs: dict[str, list[dict[str, float]]]) -> Iterator[str]:
+    """A Markdown table: the mean over the seeds and, in brackets, the least and the largest."""
+    arms = [arm for arm in runs if runs[arm]]
+    yield "| | " + " | ".join(f"{arm} ({len(runs[arm])})" for arm in arms) + " |"
+    yield "|---" * (len(arms) + 1) + "|"
+    for metric in SHOWN:
+        values = [[run[metric] for run in runs[arm]] for arm in arms]
+        cells = [f"{np.mean(v):.3g} [{min(v):.3g}, {max(v):.3g}]" for v in values]
+        yield f"| {metric} | " + " | ".join(cells) + " |"
+
+
+def arguments() -> argparse.ArgumentParser:
+    found = parser("path", __doc__, repeats=1)
+    found.add_argument("case", type=one_of("case", CASES))
+    found.add_argument("--arms", nargs="*", type=one_of("arm", ARMS))
+    found.add_argument("--seeds", type=int, default=5)
+    found.add_argument("--table", action="store_true", help="of what is recorded; nothing is run")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = options(arguments(), argv)
+    arms = args.arms or CASES[args.case].arms
+    runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    for seed in range(args.seeds):  # seeds outside: a slow spell of the machine hits all alike
+        for arm in arms:
+            found = {} if args.no_record else rows_of(args.case, arm, seed)
+            if not found and not args.table:
+                rows = measured(args.case, arm, seed)
+                found = {row.metric: row.values[0] for row in rows}
+                print(f"{arm}, seed {seed}: {found}", flush=True)
+                if not args.no_record:
+                    record("path", rows, "cpu")
+            runs[arm] += [found] if found else []
+    print("\n".join(summary(runs)))
+    return 0
