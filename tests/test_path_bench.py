@@ -1,0 +1,55 @@
+"""Benchmark "path": what its arms are, what is recorded, and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastturn.bench import path
+from fastturn.bench.record import rows
+from fastturn.config import as_dict, override
+from fastturn.recipes import RECIPES
+
+
+@pytest.mark.parametrize("name", path.CASES)
+def test_an_arm_changes_one_key_of_the_recipe(name: str) -> None:
+    case = path.CASES[name]
+    shared = as_dict(override(RECIPES[case.recipe](), path.pairs_of(case, "full", 0)))
+    for arm in case.arms:
+        config = as_dict(override(RECIPES[case.recipe](), path.pairs_of(case, arm, 0)))
+        differs = [key for key in config if config[key] != shared[key]]
+        assert len(differs) == (arm != "full"), f"{arm} changes {differs}"
+
+
+def test_a_recorded_run_is_found_again_until_its_configuration_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path, "RESULTS", tmp_path)
+    monkeypatch.setattr(path, "outcome", lambda case, arm, seed: {"success": 0.25 + seed})
+    assert path.rows_of("frontdesk", "full", 1) == {}
+    found = rows("path", path.measured("frontdesk", "full", 1), "cpu")
+    lines = [json.dumps({name: getattr(row, name) for name in row.__slots__}) for row in found]
+    (tmp_path / "path.jsonl").write_text("\n".join(lines))
+    assert path.rows_of("frontdesk", "full", 1) == {"success": 1.25}
+    assert path.rows_of("frontdesk", "outcome", 1) == path.rows_of("frontdesk", "full", 0) == {}
+    monkeypatch.setitem(path.ARMS, "full", ("optim.lr=1e-2",))
+    assert path.rows_of("frontdesk", "full", 1) == {}
+
+
+def test_the_table_has_means_and_extremes() -> None:
+    runs = {
+        "full": [dict.fromkeys(path.SHOWN, value) for value in (0.5, 1.0)],
+        "penalty": [],
+    }
+    head, rule, first, *_ = path.summary(runs)
+    assert head == "| | full (2) |" and rule == "|---|---|"
+    assert first == "| success | 0.75 [0.5, 1] |"
+
+
+def test_the_variances_of_a_stage_add_up() -> None:
+    """Var R = Var O + Var P + 2 Cov: outcomes (1, 0) and path returns (-.25, 0)."""
+    stage = {"var_outcome": 0.25, "var_path": 0.015625, "cov_outcome_path": -0.0625}
+    assert path.decomposition_error({**stage, "var_return": 0.140625}) == 0.0
+    assert path.decomposition_error({**stage, "var_return": 0.25}) == 0.109375
