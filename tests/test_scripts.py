@@ -166,8 +166,11 @@ def test_test_runs_every_check_and_ends_with_pytest(checkout):
     lines = [line for line in out.splitlines() if not line.startswith("test: ")]
     assert status == 0
     assert lines[0].startswith("ruff check") and lines[1].startswith("ruff format --check")
-    assert lines[2].startswith("mypy --config-file") and lines[3] == "pytest -m not slow"
-    assert out.splitlines()[-1] == lines[3] and len(lines) == 4
+    assert lines[2].startswith("mypy --config-file")
+    assert lines[3].startswith("pytest -m not slow --numprocesses auto")
+    assert lines[3].endswith("--ignore tests/servers/real")
+    assert out.splitlines()[-1] == lines[4] == "pytest -m not slow tests/servers/real"
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_a_server_that_cannot_be_set_up_is_said_and_fails_nothing(code, reason, 
     status, out, err = checkout.run("test")
     assert status == 0 and "the network is away" in err and "error: failed" not in err
     assert f"test: no vLLM server here ({reason}); its tests are skipped" in err.splitlines()
-    assert out.splitlines()[-1] == "pytest -m not slow"
+    assert out.splitlines()[-1] == "pytest -m not slow tests/servers/real"
 
 
 def test_the_server_is_set_up_for_the_whole_suite_and_not_for_a_selection(checkout):
@@ -193,7 +196,7 @@ def test_test_selects(checkout):
     assert checkout.run("test", "tests/test_x.py", "-k", "a or b")[1].splitlines()[-1] == (
         "pytest -m not slow tests/test_x.py -k a or b"
     )
-    assert checkout.run("test", "--slow")[1].splitlines()[-1] == "pytest "
+    assert checkout.run("test", "--slow")[1].splitlines()[-1] == "pytest tests/servers/real"
 
 
 @pytest.mark.parametrize(("program", "code"), [("ruff", 1), ("mypy", 2), ("pytest", 5)])
