@@ -27,6 +27,7 @@ from typing import Any
 
 from fastturn.provenance import commit, versions
 from fastturn.records import Lines, plain, write_json
+from fastturn.timeline import Watcher
 from fastturn.trackers import open_trackers
 
 # Canonical span names; others are allowed and are reported under their own name.
@@ -55,7 +56,8 @@ NONFINITE = "nonfinite_values"  # the event that counts NaN and Inf written as n
 class Meter:
     """Spans, counts and records of one run, in the folder `out` (made if missing).
 
-    `trackers`: any of "tensorboard" (event files in out/tensorboard), "wandb", "trackio", "none".
+    `trackers`: any of `TRACKERS`, for example "tensorboard" (event files in out/tensorboard).
+    `watchers`: what sees every span (`timeline.open_watchers`).
     `devices`: how many are held, so device-seconds = wall-clock x devices; `device_kind`: "cpu",
     "cuda", ... goes beside gpu_hours so that the unit is honest.
     `state`: from `state()`; totals continue and records.jsonl and samples.jsonl are cut to their
@@ -76,6 +78,7 @@ class Meter:
         state: Mapping[str, Any] | None = None,
         *,
         device_kind: str = "cpu",
+        watchers: Sequence[Watcher] = (),
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         state = state or {}
@@ -96,7 +99,8 @@ class Meter:
         self._records = Lines(self.out / "records.jsonl", state.get("records_bytes", 0))
         self._samples = Lines(self.out / "samples.jsonl", state.get("samples_bytes", 0))
         self._add_lost(self._records.dropped)
-        self._trackers = open_trackers(trackers, self.out, self._run_id)
+        self._watchers = watchers
+        self._trackers = [*open_trackers(trackers, self.out, self._run_id), *watchers]
         self._cpu_start_s = _cpu_s()
         self._mark_ns = clock()
 
@@ -111,12 +115,23 @@ class Meter:
         """Time inside goes to `name`, except what a nested span takes for itself."""
         assert threading.get_ident() == self._thread, "spans belong to the meter's own thread"
         self._tick()
+        start_ns = self._mark_ns
         self._stack.append(name)
+        for watcher in self._watchers:
+            watcher.begin(name)
         try:
             yield
         finally:
             self._tick()
             self._stack.pop()
+            for watcher in self._watchers:
+                watcher.end(name, start_ns, self._mark_ns)
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """A span of another thread: watchers see it, the ledger does not."""
+        with _aside(self._watchers, name):
+            yield
 
     def count(self, name: str, n: int = 1) -> None:
         """`n` more events of this name; they are written by the next `record`."""
@@ -131,6 +146,8 @@ class Meter:
         self._counts.update(news.get("counts", {}))
         self._cpu_before_s += news.get("cpu_s", 0.0)
         self._peak_rss_gib = max(self._peak_rss_gib, news.get("peak_rss_gib", 0.0))
+        for watcher, seen in zip(self._watchers, news.get("watched", ()), strict=False):
+            watcher.absorb(seen)
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Appends {"kind", **values, "counts", "spans", "wall_s", "cpu_s", "time"} as one line.
@@ -250,10 +267,11 @@ class Meter:
 
 
 class Follower:
-    """The meter of a rank that writes nothing: counts and CPU seconds wait here until the leader
-    takes them (`drain`, `Meter.absorb`)."""
+    """The meter of a rank that writes nothing: counts, CPU seconds and what its `watchers` saw wait
+    here until the leader takes them (`drain`, `Meter.absorb`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
+        self._watchers = watchers
         self._counts: Counter[str] = Counter()
         self._cpu_drained_s = 0.0
 
@@ -261,12 +279,27 @@ class Follower:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """There is nothing to close."""
+        for watcher in self._watchers:
+            watcher.close()
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time is the leader's to tell: all ranks are held as long as it runs."""
-        yield
+        """Seen by watchers. The ledger's time is the leader's to tell: all ranks are held as long
+        as it runs."""
+        start_ns = time.perf_counter_ns()
+        for watcher in self._watchers:
+            watcher.begin(name)
+        try:
+            yield
+        finally:
+            for watcher in self._watchers:
+                watcher.end(name, start_ns, time.perf_counter_ns())
+
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """A span of another thread, for watchers."""
+        with _aside(self._watchers, name):
+            yield
 
     def count(self, name: str, n: int = 1) -> None:
         """`n` more events of this name, for the leader."""
@@ -279,6 +312,7 @@ class Follower:
             "counts": dict(self._counts),
             "cpu_s": cpu_s - self._cpu_drained_s,
             "peak_rss_gib": _peak_rss_gib(),
+            "watched": [watcher.news() for watcher in self._watchers],
         }
         self._counts.clear()
         self._cpu_drained_s = cpu_s
@@ -288,7 +322,9 @@ class Follower:
         """Done by the leader."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Written by the leader."""
+        """Written by the leader; watchers see it."""
+        for watcher in self._watchers:
+            watcher.log({"kind": kind, **values})
 
     def sample(self, values: Mapping[str, Any]) -> None:
         """Written by the leader."""
@@ -296,6 +332,16 @@ class Follower:
     def state(self) -> dict[str, Any]:
         """Kept by the leader."""
         return {}
+
+
+@contextlib.contextmanager
+def _aside(watchers: Sequence[Watcher], name: str) -> Iterator[None]:
+    start_ns = time.perf_counter_ns()
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watcher.aside(name, start_ns, time.perf_counter_ns())
 
 
 def _cpu_s() -> float:

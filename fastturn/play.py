@@ -35,6 +35,8 @@ class Clock(Protocol):
 
     def span(self, name: str) -> AbstractContextManager[Any]: ...
 
+    def aside(self, name: str) -> AbstractContextManager[Any]: ...
+
     def count(self, name: str, n: int = 1) -> None: ...
 
 
@@ -45,6 +47,8 @@ class Unmetered:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         yield
+
+    aside = span
 
     def count(self, name: str, n: int = 1) -> None:
         """Not counted."""

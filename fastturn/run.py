@@ -38,6 +38,7 @@ from fastturn.progress import Progress
 from fastturn.records import write_json
 from fastturn.render import Renderer
 from fastturn.sharding import Mirror, merged_state, on_host, shard
+from fastturn.timeline import open_watchers
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.tree import Rollout
 from fastturn.types import Trunk
@@ -108,9 +109,13 @@ class Run:
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """One line of records.jsonl, with what happened on all ranks since the last one."""
+        self.gather()
+        self.meter.record(kind, values)
+
+    def gather(self) -> None:
+        """What happened on all ranks since the last time, into the leader's meter."""
         for news in self.world.all_gather_objects(self.meter.drain()):
             self.meter.absorb(news)
-        self.meter.record(kind, values)
 
     def save(self) -> None:
         """Write a checkpoint of this moment. A full disk is said and counted; the run goes on."""
@@ -242,11 +247,11 @@ def _opened(
 
 
 def _meter(config: Config, out: Path, state: dict[str, Any], world: World) -> Meter | Follower:
+    watchers = open_watchers(config.trackers, out, world.rank)
     if not world.leader:
-        return Follower()
-    return Meter(
-        *(out, config.trackers, world.size, state.get("meter")), device_kind=world.device.type
-    )
+        return Follower(watchers)
+    place = out, config.trackers, world.size, state.get("meter")
+    return Meter(*place, device_kind=world.device.type, watchers=watchers)
 
 
 def check_folder(out: Path, config: Config, resume: bool) -> None:

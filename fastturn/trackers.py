@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from fastturn.config import ConfigError
 from fastturn.records import read_lines
+from fastturn.timeline import WATCHERS
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "none")
+TRACKERS = ("tensorboard", "wandb", "trackio", *WATCHERS, "none")
 _PLACE_KEYS = frozenset({"time", "iteration", "stage", "step"})  # where a record lies: no curves
 
 
@@ -34,7 +35,7 @@ def open_trackers(names: Sequence[str], out: Path, run_id: str) -> list[Tracker]
     for name in dict.fromkeys(names):
         if name == "tensorboard":
             opened.append(_TensorBoard(out))
-        elif name != "none":
+        elif name not in (*WATCHERS, "none"):  # watchers are opened on every rank
             opened.append(_Hosted(name, out, run_id))
     return opened
 

@@ -319,6 +319,7 @@ def finish(run: Run) -> dict[str, Any]:
         cursor.after, cursor.phase = after.record(), "done"
         run.save_final()
         run.save()
+    run.gather()
     return run.world.first(lambda: conclude(run))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -61,13 +61,15 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Untimed:
-    """A clock for another thread: events count, time there is not the run's."""
+    """A clock for another thread: events count, time there is not the run's but may be watched."""
 
     clock: Clock
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        yield
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        return self.clock.aside(name)
+
+    def aside(self, name: str) -> AbstractContextManager[Any]:
+        return self.clock.aside(name)
 
     def count(self, name: str, n: int = 1) -> None:
         self.clock.count(name, n)

@@ -269,7 +269,7 @@ def runs(world: World, folder: Path) -> None:
     served = override(config, ["rollout.engine=vllm", "rollout.urls=http://127.0.0.1:9"])
     trainer.train(served, quickstart(), folder / "served", False, world)
     engines.ENGINES["vllm"] = lambda config, policy, meter, progress: OneByOne(policy)
-    streamed = override(served, ["rollout.overlap=stream"])
+    streamed = override(served, ["rollout.overlap=stream", "trackers=trace,profile"])
     trainer.train(streamed, quickstart(), folder / "streamed", False, world)
     train(folder / "1-to-2", True)
 

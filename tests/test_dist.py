@@ -223,6 +223,16 @@ def test_what_the_leader_samples_is_what_both_train_on(folder, alone, way):
     same_run(folder / way, alone)
 
 
+def test_every_rank_is_in_the_timeline_and_profiled(folder):
+    events = json.loads((folder / "streamed" / "trace.json").read_text())
+    lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert lanes == {(0, 0), (1, 0), (0, 1)}  # both loops, and the rollouts beside the leader's
+    ends = {rank: [e["ts"] + e["dur"] for e in events if e.get("dur") and e["pid"] == rank]
+            for rank in (0, 1)}  # fmt: skip
+    assert max(ends[0]) - min(ends[0]) == pytest.approx(max(ends[1]) - min(ends[1]), rel=0.1)
+    assert len(list((folder / "streamed" / "profile").glob("rank-*.json"))) == 2
+
+
 @pytest.mark.parametrize("way", ["2-to-2", "1-to-2", "2-to-1"])
 def test_stopped_within_an_iteration_and_resumed_on_as_many_ranks_as_there_are(folder, alone, way):
     out = folder / way

@@ -46,7 +46,7 @@ IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "s
 RIGHT = (
     *("policy", "loss", "lora", "optim", "publish", "carriers", "checkpoint", "learner"),
     *("dist", "sharding", "lifeline"),
-    *("meter", "records", "trackers", "provenance"),
+    *("meter", "records", "trackers", "timeline", "provenance"),
 )
 TEXT = ("render", "template", "envs", "tokenizer", "demos", "transcripts", "tree")
 MOST_LINES_FUNCTION, MOST_LINES_FILE = 60, 450
