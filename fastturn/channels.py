@@ -146,7 +146,8 @@ def _decomposed(outcome: list[float], path: list[float], scale: float) -> tuple[
 
 
 def held(violation_free: float, anneal: float) -> bool:
-    """Whether episodes kept to the rules as often as `anneal` asks; 0 asks for nothing."""
+    """Whether episodes kept to the rules as often as `anneal` asks; 0 asks for nothing. Of
+    successful ones: a policy that does nothing breaks no rule and has learnt none."""
     return 0 < anneal <= violation_free
 
 

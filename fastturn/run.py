@@ -63,7 +63,7 @@ class Cursor:
     """What comes next. `stage` counts the finished stages of the iteration in hand (its trunks are
     in the checkpoint when it is not 0). `before`, `after`: first and last evaluation, once known.
     `tally` sums over the iteration in hand, `totals` over the run. `streak`: iterations in a row
-    whose episodes kept to the path rules as often as `anneal` asks."""
+    whose successful episodes kept to the path rules as often as `anneal` asks."""
 
     phase: Literal["warm", "train", "done"] = "warm"
     warm_step: int = 0

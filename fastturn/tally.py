@@ -29,6 +29,8 @@ def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") 
         if episode.first_turn == 0:
             tally["whole"] += 1
             tally["violation_free"] += episode.violation_free
+            tally["whole_success"] += episode.success
+            tally["clean_success"] += episode.success and episode.violation_free
             tally["whole_turns"] += len(episode.turns)
             tally.update(f"hit_{hit.rule}" for turn in episode.turns for hit in turn.path)
 
@@ -56,6 +58,7 @@ def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) 
         "zero_advantage_share": mean("groups_silent", "groups"),
         "dead": not tally["steps"],
         "violation_free": mean("violation_free", "whole"),
+        "violation_free_success": mean("clean_success", "whole_success"),
         "whole_turns_mean": mean("whole_turns", "whole"),
         "hits": hits,
         "tokens_packed": tally["tokens_packed"],

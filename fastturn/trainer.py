@@ -171,7 +171,7 @@ def one_iteration(run: Run) -> dict[str, Any]:
                 stop_if_asked(run)
     record = iteration_record(cursor.iteration, cursor.tally, cursor.totals)
     run.record("iteration", record)
-    kept = held(record["violation_free"], run.config.anneal)
+    kept = held(record["violation_free_success"], run.config.anneal)
     cursor.streak = cursor.streak + 1 if kept else 0
     warn_silence(run)
     if cursor.iteration == 0 and cursor.tally["episodes"]:
