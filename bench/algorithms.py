@@ -52,11 +52,11 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
         found = list(by_seed.values())
         pairs = [(by_seed[seed], base[seed]) for seed in by_seed.keys() & base.keys()]
         columns: dict[str, list[float]] = {
-            "sampled": [r.curve[-1].sampled for r in found],
-            "greedy": [r.curve[-1].greedy for r in found],
-            "more than first": [a.curve[-1].sampled - b.curve[-1].sampled for a, b in pairs],
+            "sampled": [at_budget(r, "sampled") for r in found],
+            "greedy": [at_budget(r, "greedy") for r in found],
+            "more than first": [at_budget(a) - at_budget(b) for a, b in pairs],
             "cost / first": [_cost(a) / _cost(b) for a, b in pairs],
-            "device-s": [r.curve[-1].seconds for r in found],
+            "device-s": [at_budget(r, "seconds") for r in found],
             "zero advantage": [r.metrics["zero advantage"] for r in found],
             "tool calls": [r.metrics["tool calls"] for r in found],
             "tokens / success": [r.metrics["tokens / success"] for r in found],
@@ -64,6 +64,17 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
             "ratio": [math.exp(r.metrics["log ratio"]) for r in found],
         }
         yield name, {c: interval(values) for c, values in columns.items() if values}
+
+
+def at_budget(result: Result, what: str = "sampled") -> float:
+    """Where the curve was when the budget was full: iterations end a little after it, those of some
+    algorithms later than those of others, so the last two points are interpolated.
+
+    Example: 0.6 at 9000 rollouts and 0.7 at 10000 are 0.66 at a budget of 9600.
+    """
+    budget, curve = result.race.budget, result.curve
+    spent = [budget.spent(point.rollouts, point.seconds) for point in curve]
+    return float(np.interp(1.0, spent, [getattr(point, what) for point in curve]))
 
 
 def _cost(result: Result) -> float:

@@ -9,17 +9,18 @@ device here: the same rollouts, the same credit, the same loss, other contexts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from fastturn import trainer
 from fastturn.algorithms import algorithm_of
 from fastturn.credit import Credits
 from fastturn.envs.base import Domain, Task
-from fastturn.learner import Learner
 from fastturn.render import Renderer
 from fastturn.run import Run
 from fastturn.types import SiblingGroup, Trajectory
+
+from .quickstarts import Varied
 
 
 def with_history(
@@ -44,14 +45,11 @@ def with_history(
     return replace(trajectory, turns=tuple(turns))
 
 
-class FullHistory(Learner):
-    """The learner of a run, but that it scores every group in the full history of its episodes.
-
-    Example: `run.learner = FullHistory(run)`, when the warm start is done.
-    """
+class FullHistory(Varied):
+    """Scores every group in the full history of its episodes."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(**{f.name: getattr(run.learner, f.name) for f in fields(Learner)})
+        super().__init__(run)
         most = self.config.model.max_context
         self.run = run
         self.renderer = Renderer(run.tokenizer, run.domain.tools, "keep", most)

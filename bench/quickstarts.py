@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastturn import recipes, trainer
 from fastturn.config import override
 from fastturn.dist import World
+from fastturn.learner import Learner
 from fastturn.progress import Progress
 from fastturn.run import Run, open_run
 
@@ -30,6 +32,14 @@ def opened(pairs: Sequence[str], recipe: str = "quickstart") -> Iterator[Run]:
         open_run(config, config, Path(folder), False, progress, world=World.single("cpu")) as run,
     ):
         yield run
+
+
+class Varied(Learner):
+    """The learner of a run, which a subclass varies: `run.learner = Kind(run)`, when the warm start
+    is done."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(**{f.name: getattr(run.learner, f.name) for f in fields(Learner)})
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastturn import trainer
-from fastturn.bench import algorithms, races
+from fastturn.bench import algorithms, attribution, races
 from fastturn.bench.full_history import FullHistory, with_history
 from fastturn.bench.quickstarts import opened
 from fastturn.bench.races import Budget, Point, Race, Result
@@ -99,12 +99,33 @@ def test_only_contexts_differ():
     assert all(found[0][name].equal(found[1][name]) for name in found[0])
 
 
+@pytest.mark.parametrize("way", [w for w in attribution.WAYS if w != "everything"])
+def test_what_is_switched_off_changes_the_work_and_not_the_result(way):
+    """One stage of one iteration: the same samples and the same step, up to rounding."""
+    found = []
+    pairs = (*FORGETS[:2], "context=keep", *SMALL, "warm.steps=20", "turns=1", "tasks=8")
+    for each in ("everything", way):
+        with opened(pairs) as run:
+            trainer.warm_start(run)
+            with attribution.WAYS[each](run):
+                trainer.one_iteration(run)
+            totals = run.cursor.totals
+            state = {n: v.clone() for n, v in run.policy.state_dict().items()}
+            counts = totals["rollouts"], totals["groups_silent"], totals["groups"]
+            found.append((counts, totals["tokens_packed"], state))
+    (counts, packed, state), (same, others, other) = found
+    assert counts == same and 0 < counts[1] < counts[2]
+    assert all((state[name] - other[name]).abs().max() < 1e-5 for name in state)
+    reads_more = way in ("silent groups trained", "contexts not shared")
+    assert others > packed if reads_more else others == packed
+
+
 def result(entrant: str, seed: int, sampled: float) -> Result:
     metrics = {
         name: 1.0
         for name in ("zero advantage", "tool calls", "tokens / success", "truncated", "log ratio")
     }
-    curve = (Point(0, 0.0, 0.2, 0.3), Point(48, 2.0, sampled, 0.9))
+    curve = (Point(0, 0.0, 0.2, 0.3), Point(64, 2.0, sampled, 0.9))
     return Result(race(entrant, seed), curve, metrics | {"s / 1000 rollouts": 4.0 - seed})
 
 
@@ -132,6 +153,17 @@ def test_the_table_compares_within_seeds():
     table = algorithms.markdown(list(rows.items()), seeds).splitlines()
     assert len(table) == 4 and {line.count("|") for line in table} == {table[0].count("|")}
     assert "| 0.250 [0.250, 0.250] |" in table[3]
+
+
+def test_entrants_are_compared_at_the_budget_itself():
+    """However far beyond it their last iteration went."""
+    one = result("rtpo", 0, 0.5)
+    points = (Point(0, 0.0, 0.2, 0.3), Point(48, 2.0, 0.4, 0.6), Point(80, 4.0, 0.6, 0.8))
+    late = replace(one, curve=points)
+    assert algorithms.at_budget(late) == pytest.approx(0.5)
+    assert algorithms.at_budget(late, "greedy") == pytest.approx(0.7)
+    assert algorithms.at_budget(late, "seconds") == pytest.approx(3.0)
+    assert algorithms.at_budget(one) == 0.5
 
 
 def test_intervals_cover_what_they_should():
