@@ -82,6 +82,8 @@ def run_summary(config: Config, cursor: Cursor) -> dict[str, Any]:
         "violation_free_before": before["violation_free"],
         "violation_free_after": after["violation_free"],
         "violation_free_greedy_after": after["violation_free_greedy"],
+        "hits_before": before["hits"],
+        "hits_after": after["hits"],
         "eval_tasks": after["eval_tasks"],
         "iterations": cursor.iteration,
         "rollouts": totals["rollouts"],
@@ -97,9 +99,12 @@ def run_summary(config: Config, cursor: Cursor) -> dict[str, Any]:
 def result_rows(summary: dict[str, Any], report: Path) -> list[tuple[str, str]]:
     """What a person wants to see at the end."""
     packed, flat = summary["tokens_packed"], summary["tokens_flat"]
+    free = f"{summary['violation_free_before']:.1%} -> {summary['violation_free_after']:.1%}"
+    ruled = summary["hits_before"] or summary["hits_after"]
     return [
         ("sampled success", f"{summary['success_before']:.1%} -> {summary['success_after']:.1%}"),
         ("greedy success", f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"),
+        *([("violation-free", free)] if ruled else []),
         ("rollouts", f"{summary['rollouts']:,}"),
         ("wall-clock / CPU", f"{summary['wall_s']:.0f} s / {summary['cpu_s']:.0f} s"),
         ("silent groups", f"{summary['zero_advantage_share']:.0%}"),
