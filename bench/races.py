@@ -25,15 +25,16 @@ from .quickstarts import opened, warm_weights
 from .record import RESULTS, git, require_clean
 
 RACES = RESULTS / "races.jsonl"
+WORKSHOP = (
+    "context=strip_think",
+    "turns=7",
+    "sampling.episode_tokens=224",
+    "model.max_context=512",
+)
 TASKS: Mapping[str, tuple[str, ...]] = {
     "calculator": (),
-    "workshop": (
-        "data.domain=workshop:flaws=0.15",
-        "context=strip_think",
-        "turns=7",
-        "sampling.episode_tokens=224",
-        "model.max_context=512",
-    ),
+    "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
+    "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }
 # What the time of a span is spent on; the rest of an iteration is "other".
 PARTS = {
