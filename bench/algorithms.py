@@ -23,7 +23,7 @@ import numpy as np
 from fastturn.algorithms import ALGORITHMS
 
 from .command import one_of, options, parser
-from .races import RACES, TASKS, Budget, Race, Result, missing, raced, record, recorded
+from .races import RACES, SHOWN, TASKS, Budget, Race, Result, missing, raced, record, recorded
 
 ENTRANTS = (*ALGORITHMS, *(f"{name}/full_history" for name in ("grpo", "gspo", "seeupo")))
 DRAWS = 10_000  # of a bootstrap
@@ -147,7 +147,7 @@ def arguments() -> argparse.ArgumentParser:
     found.add_argument(
         "names", nargs="*", type=one_of("entrant", ENTRANTS), help="the first is the measure"
     )
-    found.add_argument("--task", choices=TASKS, action="append", help="calculator and workshop if not given")
+    found.add_argument("--task", choices=TASKS, action="append", help=f"default: {SHOWN}")
     found.add_argument("--seeds", type=int, default=2)
     found.add_argument("--rollouts", type=int, default=4800, help="0: only --seconds ends a run")
     found.add_argument("--seconds", type=float, default=0.0, help="device-seconds; 0: no limit")
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed.error("--rollouts 0 --seconds 0: a run would never end; give one of them")
     args.names = args.names or ["grpo", "rtpo"]
     begun_s = time.perf_counter()
-    for task in args.task or ("calculator", "workshop"):
+    for task in args.task or SHOWN:
         wanted = races(args, task)
         known = [] if args.no_record else recorded(RACES)
         for race in missing(wanted, known):

@@ -28,7 +28,7 @@ from fastturn.types import Credit, Ids
 
 from .command import options, parser, report
 from .quickstarts import Varied, opened, warm_weights
-from .races import PARTS, TASKS, spans
+from .races import PARTS, SHOWN, TASKS, spans
 from .record import Measured
 
 
@@ -137,12 +137,12 @@ def measure(task: str, seeds: int, warm_steps: int, iterations: int) -> Iterator
 
 def main(argv: Sequence[str] | None = None) -> int:
     found = parser("attribution", __doc__, repeats=1)
-    found.add_argument("--task", choices=TASKS, action="append", help="all of them if not given")
+    found.add_argument("--task", choices=TASKS, action="append", help=f"default: {SHOWN}")
     found.add_argument("--seeds", type=int, default=3)
     found.add_argument("--warm-steps", type=int, default=300)
     found.add_argument("--iterations", type=int, default=4)
     args = options(found, argv)
     args.device = "cpu"
     asked = (args.seeds, args.warm_steps, args.iterations)
-    tasks = args.task or list(TASKS)
+    tasks = args.task or SHOWN
     return report("attribution", (m for task in tasks for m in measure(task, *asked)), args)

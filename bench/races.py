@@ -36,6 +36,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }
+SHOWN = ("calculator", "workshop")  # what is compared when no task is named
 # What the time of a span is spent on; the rest of an iteration is "other".
 PARTS = {
     "sampling": ("trunk_decode", "sibling_decode", "environment", "prefill"),
