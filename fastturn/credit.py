@@ -90,7 +90,7 @@ def _meetings(group: SiblingGroup, continued: bool) -> Iterator[tuple[int, list[
 
 
 def grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
-    """Trajectory-level credit (GRPO, Shao et al. 2024, eq. 3): one advantage for all turns.
+    """Trajectory-level credit (GRPO, Shao et al. 2024): one advantage for all turns.
 
     Every sampled token of a trajectory weighs `1/groups * 1/G * 1/tokens of the trajectory`; the
     paper's division by the group's standard deviation is `loss.normalize_std`. With leaves of a
@@ -174,12 +174,12 @@ def by_turn(groups: Sequence[SiblingGroup], config: Config) -> Credits:
 
 
 def dapo(groups: Sequence[SiblingGroup], config: Config, *, overlong: float = 0.2) -> Credits:
-    """Token-level normalisation with a soft punishment of length (DAPO, Yu et al. 2025, eq. 8-13).
+    """Token-level normalisation with a soft punishment of length (DAPO, Yu et al. 2025).
 
     Every sampled token weighs one over the sampled tokens of all groups that taught something;
-    groups of equal returns (eq. 11) are left out of that sum and weigh nothing. Before centring, a
+    groups of equal returns are left out of that sum and weigh nothing. Before centring, a
     return is lowered by how far its episode reaches into the last `overlong` share of
-    `sampling.episode_tokens`: linearly to -1 (eq. 13).
+    `sampling.episode_tokens`: linearly to -1.
 
     Example: episode_tokens = 100 and overlong = 0.2: 80 tokens cost 0, 90 cost 0.5, 100 cost 1.
     """
@@ -205,7 +205,7 @@ def dapo(groups: Sequence[SiblingGroup], config: Config, *, overlong: float = 0.
 
 
 def dr_grpo(groups: Sequence[SiblingGroup], config: Config) -> Credits:
-    """GRPO without its two biases (Dr. GRPO, Liu et al. 2025, section 3.2): no division by the
+    """GRPO without its two biases (Dr. GRPO, Liu et al. 2025): no division by the
     standard deviation, and one constant in place of each trajectory's length.
 
     Every sampled token weighs `1/groups * 1/G * 1/sampling.episode_tokens`.

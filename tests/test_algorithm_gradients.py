@@ -153,7 +153,7 @@ def rtpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def grpo(batch: list[list[Sibling]]) -> Tensor:
-    """1/G sum_i 1/|o_i| sum_t min(r A, clip(r) A), A = (R - mean) / std (GRPO eq. 3)."""
+    """1/G sum_i 1/|o_i| sum_t min(r A, clip(r) A), A = (R - mean) / std (GRPO's objective)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling, advantage in zip(group, standardised([s.ret for s in group]), strict=True):
@@ -163,7 +163,7 @@ def grpo(batch: list[list[Sibling]]) -> Tensor:
 
 def dapo(batch: list[list[Sibling]]) -> Tensor:
     """1 / sum_i |o_i| sum_i sum_t min(...), over groups with 0 < correct < G, returns lowered by
-    the soft punishment of eq. 13 with L_max = 20 and L_cache = 16 (DAPO eq. 8, 11, 13)."""
+    the soft overlong punishment with L_max = 20 and L_cache = 16 (DAPO's objective)."""
     live = [group for group in batch if len({s.ret for s in group}) > 1]
     total = torch.zeros((), dtype=torch.float64)
     for group in live:
@@ -174,7 +174,7 @@ def dapo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def dr_grpo(batch: list[list[Sibling]]) -> Tensor:
-    """1/G sum_i sum_t min(...) / constant, A = R - mean (Dr. GRPO section 3.2); constant 16."""
+    """1/G sum_i sum_t min(...) / constant, A = R - mean (Dr. GRPO); constant 16."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling in group:
@@ -184,7 +184,7 @@ def dr_grpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def gspo(batch: list[list[Sibling]]) -> Tensor:
-    """1/G sum_i min(s A, clip(s) A), s = (pi(y)/pi_old(y))^(1/|y|) (GSPO eq. 5, 7)."""
+    """1/G sum_i min(s A, clip(s) A), s = (pi(y)/pi_old(y))^(1/|y|) (GSPO's objective)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling, advantage in zip(group, standardised([s.ret for s in group]), strict=True):
@@ -194,7 +194,7 @@ def gspo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def cispo(batch: list[list[Sibling]]) -> Tensor:
-    """1 / sum_i |o_i| sum_i sum_t sg(clip(r)) A log pi (CISPO eq. 4, 5), no lower bound."""
+    """1 / sum_i |o_i| sum_i sum_t sg(clip(r)) A log pi (CISPO's objective), no lower bound."""
     live = [group for group in batch if len({s.ret for s in group}) > 1]
     total = torch.zeros((), dtype=torch.float64)
     for group in live:
