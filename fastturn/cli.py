@@ -148,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_pairs(evaluation)
     report = _command(subcommands, "report", commands.report, "write report.html of a run again")
     report.add_argument("path", type=Path, metavar="DIR", help="the folder of a run")
+    report.add_argument(
+        "--price", type=_price, metavar="P", help="of a device-hour: what the run cost in money"
+    )
+    report.add_argument(
+        "--slowest", action="store_true", help="the largest share of time, and what reduces it"
+    )
     serve = _command(subcommands, "serve", _serve, "print or run the rollout server of a recipe")
     serve.add_argument("recipe", metavar="RECIPE", help=NAME)
     _add_pairs(serve)
@@ -203,6 +209,16 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes, at least 1")
     return int(text)
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected the price of a device-hour, like 1.9")
+    return price
 
 
 def _add_pairs(parser: argparse.ArgumentParser) -> None:

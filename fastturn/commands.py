@@ -48,7 +48,18 @@ def report(options: argparse.Namespace) -> int:
         )
     from fastturn.report import write_report
 
-    print(write_report(path))
+    print(write_report(path, options.price))
+    if options.slowest or options.price is not None:
+        from rich.console import Console
+
+        from fastturn.bill import show_bill, show_slowest
+        from fastturn.runfiles import load
+
+        run, console = load(path), Console()
+        if options.price is not None:
+            show_bill(run, options.price, console)
+        if options.slowest:
+            show_slowest(run, console)
     return 0
 
 

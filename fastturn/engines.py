@@ -37,6 +37,7 @@ def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Pro
     # Here, because carriers and the HTTP client cost time that local runs need not spend.
     from fastturn.carriers import CARRIERS
     from fastturn.lora import adapter_config
+    from fastturn.sampler.members import Devices
     from fastturn.sampler.vllm import VllmSampler
 
     rollout = config.rollout
@@ -57,6 +58,8 @@ def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Pro
     except EngineError:
         sampler.close()
         raise
+    if rollout.carrier != "ipc":  # these share the trainer's GPUs, which are held once
+        meter.serve(Devices(sampler.fleet.members))
     return sampler
 
 

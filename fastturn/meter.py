@@ -7,7 +7,7 @@
 
 The ledger is exact by construction: a single monotonic clock is read at every push and pop, and the
 nanoseconds since the previous reading go to the name on top of the stack ("other" when it is
-empty). Wall-clock is defined as their sum, so spans x devices = device-seconds, idle included.
+empty). Wall-clock is defined as their sum, and so are device-seconds, idle included (`ledger.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastturn.energy import Energy
+from fastturn.ledger import Held, Servers
 from fastturn.provenance import commit, versions
 from fastturn.records import Lines, plain, write_json
 from fastturn.timeline import Watcher
@@ -58,8 +60,8 @@ class Meter:
 
     `trackers`: any of `TRACKERS`, for example "tensorboard" (event files in out/tensorboard).
     `watchers`: what sees every span (`timeline.open_watchers`).
-    `devices`: how many are held, so device-seconds = wall-clock x devices; `device_kind`: "cpu",
-    "cuda", ... goes beside gpu_hours so that the unit is honest.
+    `devices`: how many train; those of servers are named by `serve`. `device_kind`: "cpu", "cuda",
+    ... goes beside gpu_hours so that the unit is honest. `energy`: counts this rank's joules.
     `state`: from `state()`; totals continue and records.jsonl and samples.jsonl are cut to their
     length at that moment. What is cut was paid for: its time becomes the span "lost" (a lower
     bound: a killed process does not say how long it lived after its last record).
@@ -79,17 +81,20 @@ class Meter:
         *,
         device_kind: str = "cpu",
         watchers: Sequence[Watcher] = (),
+        energy: Energy = Energy(note="not measured"),  # noqa: B008 - immutable
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         state = state or {}
         self.out = Path(out)
         self.out.mkdir(parents=True, exist_ok=True)
-        self.devices, self.device_kind = devices, device_kind
+        self.device_kind = device_kind
         self._clock = clock
         self._thread = threading.get_ident()
         self._stack: list[str] = []
         self._spans_ns: Counter[str] = Counter(state.get("spans_ns", {}))
         self._recorded_ns: Counter[str] = Counter(state.get("recorded_ns", {}))
+        self._held = Held(devices, state.get("held", {}))
+        self._energy, self._energy_before_j = energy, state.get("energy_j", 0.0)
         self._counts: Counter[str] = Counter(state.get("counts", {}))
         self._totals: Counter[str] = Counter(state.get("counts_total", {}))
         self._cpu_before_s: float = state.get("cpu_s", 0.0)
@@ -137,23 +142,30 @@ class Meter:
         """`n` more events of this name; they are written by the next `record`."""
         self._counts[name] += n
 
+    def serve(self, servers: Servers) -> None:
+        """These sample for the run, on devices of their own."""
+        self._held.serve(servers)
+
     def drain(self) -> dict[str, Any]:
         """The leader keeps its own; see `Follower.drain`."""
         return {}
 
     def absorb(self, news: Mapping[str, Any]) -> None:
-        """Take in the events, CPU seconds and peak memory of another rank."""
+        """Take in the events, CPU seconds, energy and peak memory of another rank."""
         self._counts.update(news.get("counts", {}))
         self._cpu_before_s += news.get("cpu_s", 0.0)
+        self._energy_before_j += news.get("energy_j", 0.0)
         self._peak_rss_gib = max(self._peak_rss_gib, news.get("peak_rss_gib", 0.0))
         for watcher, seen in zip(self._watchers, news.get("watched", ()), strict=False):
             watcher.absorb(seen)
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Appends {"kind", **values, "counts", "spans", "wall_s", "cpu_s", "time"} as one line.
+        """Appends {"kind", **values, "counts", "spans", "wall_s", "cpu_s", "device_seconds",
+        "time"} as one line.
 
         counts, spans, wall_s and cpu_s are those since the previous record of any kind, so that
-        they add up over the file; `time` is the Unix time. `values["counts"]` is added to counts.
+        they add up over the file; device_seconds is what the run has cost until now; `time` is the
+        Unix time. `values["counts"]` is added to counts.
         NaN and Inf become null and are counted as "nonfinite_values".
         """
         body, nonfinite = plain(dict(values), kind)
@@ -170,6 +182,7 @@ class Meter:
             "spans": _seconds(spans_ns),
             "wall_s": spans_ns.total() / 1e9,
             "cpu_s": round(cpu_s - self._cpu_recorded_s, 6),
+            "device_seconds": self._held.total_ns / 1e9,
             "time": round(time.time(), 3),
         }
         self._records.append(record)
@@ -187,20 +200,27 @@ class Meter:
     def ledger(self) -> dict[str, Any]:
         """Totals since the run began, earlier processes of a resumed run included.
 
-        wall_s = sum of spans; device_seconds = wall_s x devices; gpu_hours = device_seconds / 3600
-        (hours of the device named by `device_kind`, which may be a CPU).
+        wall_s = sum of spans; device_seconds = sum over `pools` of devices held x wall-clock;
+        gpu_hours = device_seconds / 3600 (hours of the device named by `device_kind`, which may be
+        a CPU). `devices` are those of all pools now. `idle`: device-seconds by who waits for what.
+        energy_kwh: of the trainer's GPUs, None when not measured (`energy_note` says why).
         """
         self._tick()
-        wall_s = self._spans_ns.total() / 1e9
+        pools = self._held.pools()
+        energy_j = self._energy_total_j()
         return {
-            "wall_s": wall_s,
+            "wall_s": self._spans_ns.total() / 1e9,
             "cpu_s": round(self._cpu_total_s(), 6),
-            "device_seconds": wall_s * self.devices,
-            "gpu_hours": wall_s * self.devices / 3600,
-            "devices": self.devices,
+            "device_seconds": self._held.total_ns / 1e9,
+            "gpu_hours": self._held.total_ns / 1e9 / 3600,
+            "devices": sum(pool["devices"] for pool in pools.values()),
             "device_kind": self.device_kind,
             "peak_rss_gib": round(max(self._peak_rss_gib, _peak_rss_gib()), 4),
             "spans": _seconds(self._spans_ns),
+            "pools": pools,
+            "idle": self._held.idle(),
+            "energy_kwh": None if energy_j is None else energy_j / 3.6e6,
+            "energy_note": self._energy.note,
         }
 
     def state(self) -> dict[str, Any]:
@@ -212,6 +232,8 @@ class Meter:
         return {
             "spans_ns": dict(self._spans_ns),
             "recorded_ns": dict(self._recorded_ns),
+            "held": self._held.state(),
+            "energy_j": self._energy_total_j() or 0.0,
             "counts": dict(self._counts),
             "counts_total": dict(self._totals),
             "cpu_s": self._cpu_total_s(),
@@ -250,8 +272,16 @@ class Meter:
 
     def _tick(self) -> None:
         now_ns = self._clock()
-        self._spans_ns[self._stack[-1] if self._stack else "other"] += now_ns - self._mark_ns
+        self._add(self._stack[-1] if self._stack else "other", now_ns - self._mark_ns)
         self._mark_ns = now_ns
+
+    def _add(self, name: str, ns: int) -> None:
+        self._spans_ns[name] += ns
+        self._held.add(name, ns)
+
+    def _energy_total_j(self) -> float | None:
+        joules = self._energy.joules()
+        return None if joules is None else self._energy_before_j + joules
 
     def _cpu_total_s(self) -> float:
         return self._cpu_before_s + _cpu_s() - self._cpu_start_s
@@ -260,18 +290,23 @@ class Meter:
         for line in dropped.split(b"\n")[:-1]:
             record = json.loads(line)
             lost_ns = round(record["wall_s"] * 1e9)
-            self._spans_ns["lost"] += lost_ns
+            self._add("lost", lost_ns)
             self._recorded_ns["lost"] += lost_ns  # no record of this process shows it as its own
             self._cpu_before_s += record["cpu_s"]
             self._cpu_recorded_s += record["cpu_s"]
 
 
 class Follower:
-    """The meter of a rank that writes nothing: counts, CPU seconds and what its `watchers` saw wait
-    here until the leader takes them (`drain`, `Meter.absorb`)."""
+    """The meter of a rank that writes nothing: counts, CPU seconds, energy and what its `watchers`
+    saw wait here until the leader takes them (`drain`, `Meter.absorb`)."""
 
-    def __init__(self, watchers: Sequence[Watcher] = ()) -> None:
-        self._watchers = watchers
+    def __init__(
+        self,
+        watchers: Sequence[Watcher] = (),
+        energy: Energy = Energy(note="not measured"),  # noqa: B008 - immutable
+    ) -> None:
+        self._watchers, self._energy = watchers, energy
+        self._energy_drained_j = 0.0
         self._counts: Counter[str] = Counter()
         self._cpu_drained_s = 0.0
 
@@ -307,16 +342,20 @@ class Follower:
 
     def drain(self) -> dict[str, Any]:
         """What happened since the last call, for `Meter.absorb`."""
-        cpu_s = _cpu_s()
+        cpu_s, energy_j = _cpu_s(), self._energy.joules() or 0.0
         news = {
             "counts": dict(self._counts),
             "cpu_s": cpu_s - self._cpu_drained_s,
+            "energy_j": energy_j - self._energy_drained_j,
             "peak_rss_gib": _peak_rss_gib(),
             "watched": [watcher.news() for watcher in self._watchers],
         }
         self._counts.clear()
-        self._cpu_drained_s = cpu_s
+        self._cpu_drained_s, self._energy_drained_j = cpu_s, energy_j
         return news
+
+    def serve(self, servers: Servers) -> None:
+        """Booked by the leader, who asks the servers."""
 
     def absorb(self, news: Mapping[str, Any]) -> None:
         """Done by the leader."""

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TIMING_KEYS = frozenset({"spans", "wall_s", "cpu_s", "tokens_per_s", "time", "overlap_saved_s"})
+TIMING_KEYS = frozenset(
+    {"spans", "wall_s", "cpu_s", "tokens_per_s", "time"} | {"overlap_saved_s", "device_seconds"}
+)
 
 
 def untimed(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 
 from fastturn import numerals
+from fastturn.bill import bill, device_seconds, shares, waiting
 from fastturn.charts import color
 from fastturn.excerpts import transcripts
 from fastturn.figures import ENDINGS, charts, ending_names, learning_curve
@@ -31,8 +32,8 @@ from fastturn.runfiles import Record, RunFiles, load, mean, total
 _EVALUATIONS, _EVENTS = 12, 30  # rows shown at most
 
 
-def write_report(out: Path) -> Path:
-    """Writes `out`/report.html and returns its path.
+def write_report(out: Path, price: float | None = None) -> Path:
+    """Writes `out`/report.html and returns its path. `price` of a device-hour, for the bill.
 
     Raises `FileNotFoundError` when `out` is no folder and `ValueError`, naming the file, when one
     of its files cannot be read as JSON.
@@ -46,7 +47,7 @@ def write_report(out: Path) -> Path:
     for name in ("short", "percent", "fixed", "plural", "sign"):
         environment.filters[name] = getattr(numerals, name)
     template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(page_content(load(out)))
+    page = environment.from_string(template).render(page_content(load(out), price))
     path = out / "report.html"
     part = out / "report.html.part"
     part.write_text(page, encoding="utf-8")
@@ -54,7 +55,7 @@ def write_report(out: Path) -> Path:
     return path
 
 
-def page_content(run: RunFiles) -> dict[str, Any]:
+def page_content(run: RunFiles, price: float | None = None) -> dict[str, Any]:
     """Everything the template shows."""
     times = [r["time"] for r in run.records if isinstance(r.get("time"), int | float)]
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(times[0])) if times else ""
@@ -70,6 +71,8 @@ def page_content(run: RunFiles) -> dict[str, Any]:
         "curve": learning_curve(run),
         "evaluations": evaluation_rows(run),
         "ledger": ledger(run),
+        "waiting": shares(waiting(run), device_seconds(run)),
+        "bill": bill(run, price),
         "charts": charts(run),
         "stages": stage_rows(run),
         "events": event_rows(run),
@@ -111,7 +114,7 @@ def tiles(run: RunFiles) -> list[dict[str, str]]:
     rollouts = short(int(summary.get("rollouts", total(run.of("iteration"), "rollouts"))))
     wall_s, devices = run.of_run("wall_s"), summary.get("devices", 1)
     kind = summary.get("device_kind", "cpu")
-    cost = hours(summary.get("gpu_hours", wall_s * devices / 3600))
+    cost = hours(device_seconds(run) / 3600)
     return [
         _success_tile(run, "success", "sampled at T = 1"),
         _success_tile(run, "greedy", "greedy"),
@@ -178,7 +181,8 @@ def ledger(run: RunFiles) -> dict[str, Any]:
             }
         )
     devices = run.summary.get("devices", 1)
-    return {"rows": rows, "sum_s": total_s, "wall_s": run.of_run("wall_s"), "devices": devices}
+    sums = {"sum_s": total_s, "wall_s": run.of_run("wall_s"), "device_s": device_seconds(run)}
+    return {"rows": rows, "devices": devices, **sums}
 
 
 def evaluation_rows(run: RunFiles) -> list[Record]:

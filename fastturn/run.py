@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from fastturn import checkpoint, lora, models
 from fastturn.config import Config, ConfigError, as_dict
 from fastturn.dist import World
+from fastturn.energy import open_energy
 from fastturn.engines import sampling_side
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
@@ -248,10 +249,11 @@ def _opened(
 
 def _meter(config: Config, out: Path, state: dict[str, Any], world: World) -> Meter | Follower:
     watchers = open_watchers(config.trackers, out, world.rank)
+    energy = open_energy(world.device.type)
     if not world.leader:
-        return Follower(watchers)
+        return Follower(watchers, energy)
     place = out, config.trackers, world.size, state.get("meter")
-    return Meter(*place, device_kind=world.device.type, watchers=watchers)
+    return Meter(*place, device_kind=world.device.type, watchers=watchers, energy=energy)
 
 
 def check_folder(out: Path, config: Config, resume: bool) -> None:

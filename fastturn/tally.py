@@ -39,6 +39,7 @@ def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) 
     """The record of an iteration; its sums are added to the run's `totals`."""
     totals.update({k: tally[k] for k in ("rollouts", "tokens_packed", "tokens_flat")})
     totals.update({k: tally[k] for k in ("groups", "groups_silent")})
+    totals["successes"] += tally["success"] + tally["trunk_success"]
     totals["dead"] += not tally["steps"]
 
     def mean(name: str, over: str = "episodes") -> float:
@@ -87,6 +88,7 @@ def run_summary(config: Config, cursor: Cursor) -> dict[str, Any]:
         "eval_tasks": after["eval_tasks"],
         "iterations": cursor.iteration,
         "rollouts": totals["rollouts"],
+        "successes": totals["successes"],
         "tokens_packed": totals["tokens_packed"],
         "tokens_flat": totals["tokens_flat"],
         "zero_advantage_share": totals["groups_silent"] / max(1, totals["groups"]),

@@ -38,11 +38,13 @@ from fastturn.envs.base import Task
 from fastturn.episode import Point, stream_seed
 from fastturn.evaluate import Evaluation, evaluate
 from fastturn.learner import supervised
+from fastturn.ledger import levels
 from fastturn.loss import Objective
 from fastturn.meter import Meter
 from fastturn.play import Unmetered
 from fastturn.progress import Progress
 from fastturn.progress import Task as Bar
+from fastturn.records import read_lines
 from fastturn.report import write_report
 from fastturn.run import Run, RunError, open_run
 from fastturn.sampler.base import Streaming
@@ -326,7 +328,8 @@ def finish(run: Run) -> dict[str, Any]:
 def conclude(run: Run) -> dict[str, Any]:
     """Summary and report of a finished run: the leader's work."""
     assert isinstance(run.meter, Meter)
-    summary = run.meter.summary(run_summary(run.config, run.cursor))
+    reached = {"levels": levels(read_lines(run.out / "records.jsonl"))}
+    summary = run.meter.summary(run_summary(run.config, run.cursor) | reached)
     path = write_report(run.out)
     run.progress.table("run", result_rows(summary, path))
     return summary

@@ -216,7 +216,7 @@ def test_eval_prints_what_was_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_report_prints_the_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("fastturn.report.write_report", lambda out: out / "report.html")
+    monkeypatch.setattr("fastturn.report.write_report", lambda out, price: out / "report.html")
     (tmp_path / "records.jsonl").write_text("")
     assert prints(capsys, "report", str(tmp_path)).strip() == str(tmp_path / "report.html")
 

@@ -26,6 +26,7 @@ from fastturn.sharding import merged_state
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # pytest's import mode leaves it out
 import ranks  # noqa: E402
+from test_trainer import closure  # noqa: E402
 
 ONE = World.single()
 
@@ -215,7 +216,8 @@ def alone(folder: Path) -> Path:
 def test_two_ranks_sample_the_groups_of_one_process(folder, alone):
     same_run(folder / "run-of-2", alone)
     ledger = json.loads((folder / "run-of-2" / "summary.json").read_text())
-    assert ledger["devices"] == 2 and ledger["device_seconds"] == 2 * ledger["wall_s"]
+    assert ledger["devices"] == 2
+    assert closure(folder / "run-of-2") == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize("way", ["served", "streamed"])

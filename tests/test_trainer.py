@@ -50,6 +50,20 @@ def records(out: Path, kind: str | None = None) -> list[dict]:
     return [untimed(line) for line in lines if kind in (None, line["kind"])]
 
 
+def closure(out: Path) -> float:
+    """Device-seconds of all pools and spans over devices x the wall clock that stamps records, from
+    the first record on."""
+    lines = read_lines(out / "records.jsonl")
+    summary = json.loads((out / "summary.json").read_text())
+    pools = summary["pools"]
+    spans = sum(pools["trainer"]["spans"].values())
+    servers = pools.get("servers", {"busy": 0.0, "idle": {}})
+    spans += servers["busy"] + sum(servers["idle"].values())
+    assert spans == pytest.approx(summary["device_seconds"])
+    held = lines[-1]["device_seconds"] - lines[0]["device_seconds"]
+    return held / (summary["devices"] * (lines[-1]["time"] - lines[0]["time"]))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run") / "whole"
@@ -60,7 +74,9 @@ def whole(tmp_path_factory) -> Path:
 def test_summary_ledger_model_and_report(whole):
     summary = json.loads((whole / "summary.json").read_text())
     assert not [key for key in NEEDED if key not in summary]
-    assert sum(summary["spans"].values()) == pytest.approx(summary["device_seconds"], rel=0.01)
+    assert sum(summary["spans"].values()) == pytest.approx(summary["wall_s"])
+    assert closure(whole) == pytest.approx(1.0, rel=0.01)
+    assert summary["levels"] and summary["successes"] > 0
     assert summary["iterations"] == 2 and summary["rollouts"] > 2 * 8 * 5
     assert "<html" in (whole / "report.html").read_text()[:200].lower()
     model = AutoModelForCausalLM.from_pretrained(whole / "final")

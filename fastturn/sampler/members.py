@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,39 @@ class Traffic:
     wait_s: float = 0.0
 
 
+class Occupied:
+    """How long something has had work: enter with each piece of it, from any thread.
+
+    Example: pieces from 1 s to 3 s and from 2 s to 5 s are 4 s.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._pieces = self._total_ns = self._since_ns = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._pieces:
+                self._since_ns = self._clock()
+            self._pieces += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._pieces -= 1
+            if not self._pieces:
+                self._total_ns += self._clock() - self._since_ns
+
+    def ns(self) -> int:
+        with self._lock:
+            return self._total_ns + (self._clock() - self._since_ns if self._pieces else 0)
+
+
 class Member:
     """One server. Made anywhere, used in the fleet's thread.
 
     completions, load: completions and tokens of the requests in flight. benched: why it is not
     used, empty while it is. tag: the weight version it named when its weights were proved.
+    occupied: while any request is in flight.
     """
 
     def __init__(
@@ -55,6 +84,7 @@ class Member:
         self.model = model or info.model or ""
         self.path = wire.GENERATE if info.generate_route else wire.COMPLETIONS
         self.completions, self.load, self.failures = 0, 0.0, 0
+        self.occupied = Occupied()
         self.benched, self.tag = "", None  # type: str, str | None
         self.probe: asyncio.Task[None] | None = None
         self.admitting = False
@@ -78,8 +108,9 @@ class Member:
         self.traffic.requests += 1
         self.traffic.bytes_sent += len(data)
         try:
-            async with asyncio.timeout(deadline_s):
-                status, content = await self._post(data)
+            with self.occupied:
+                async with asyncio.timeout(deadline_s):
+                    status, content = await self._post(data)
         except TimeoutError:
             return Failure("deadline", f"no whole answer within {deadline_s:g} s")
         except CutShort as error:
@@ -108,6 +139,20 @@ class Member:
     def close(self) -> None:
         for line in self._lines:
             line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of servers, those that are away included (`ledger.Servers`)."""
+
+    members: Sequence[Member]
+
+    @property
+    def devices(self) -> int:
+        return sum(member.info.devices for member in self.members)
+
+    def busy_ns(self) -> int:
+        return sum(member.info.devices * member.occupied.ns() for member in self.members)
 
 
 class Countdown:

@@ -12,6 +12,7 @@ fields differ between releases, so they are looked up and never assumed (0.22, 0
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ import httpx
 # The module and class of the worker extension (`vllm_worker.py`), as a server is started with it.
 EXTENSION = "fastturn_vllm_worker.WeightExtension"
 
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _EXCERPT = 300  # characters of an error body that a message quotes
 _RESET_TRIES, _RESET_WAIT_S = 5, 0.2
 _HEALTH_TIMEOUT_S = 5.0
@@ -57,7 +59,8 @@ class ServerInfo:
     `generate_route`: /inference/v1/generate answers (it reports weight versions by token).
     `dev_mode`: the control routes are there. `carriers`: names of `CARRIERS` that reach it.
     Example: `ServerInfo("http://127.0.0.1:8000", "0.32.0", "m", 1024, "processed_logprobs",
-    "float32", True, True, True, ("file",))`.
+    "float32", True, True, True, ("file",), 1)`. `devices`: GPUs (or CPUs) it computes on, 1 where
+    it does not say.
     """
 
     url: str
@@ -70,6 +73,7 @@ class ServerInfo:
     generate_route: bool
     dev_mode: bool
     carriers: tuple[str, ...]
+    devices: int
 
 
 class Server:
@@ -131,6 +135,7 @@ class Server:
             generate_route=self._answers("/inference/v1/generate"),
             dev_mode=described is not None,
             carriers=self._carriers(config),
+            devices=_devices(config),
         )
 
     def _carriers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -387,6 +392,11 @@ def _reason(body: bytes) -> str:
         found = found.get("message", found)
     line = " ".join(str(found).split())
     return line[:_EXCERPT] or "no reason given"
+
+
+def _devices(config: Mapping[str, Any]) -> int:
+    parallel = (_at(config, "parallel_config", name, kind=int) for name in _PARALLEL)
+    return math.prod(size or 1 for size in parallel)
 
 
 def _at(node: Any, *path: str, kind: type) -> Any:

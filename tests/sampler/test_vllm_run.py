@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest's import mode leaves it out
+from test_trainer import closure
 
 from fastturn import trainer
 from fastturn.bench.fake_server import Fake
@@ -80,6 +84,10 @@ def configured(served: Served, *pairs: str) -> Config:
 def test_it_trains_on_what_the_servers_sampled(served: Served, tmp_path: Path) -> None:
     summary = trainer.train(configured(served), quickstart(), tmp_path / "run")
     assert summary["iterations"] == 2 and summary["rollouts"] > 2 * 4 * 5
+    pools = summary["pools"]
+    assert pools["servers"]["devices"] == 1 and pools["servers"]["busy"] > 0
+    assert pools["servers"]["idle"]["warm_start"] == pytest.approx(summary["spans"]["warm_start"])
+    assert closure(tmp_path / "run") == pytest.approx(1.0, rel=0.01)
     trained = [r for r in read_lines(tmp_path / "run" / "records.jsonl") if r.get("actions")]
     assert trained and all(r["abs_log_ratio_max"] <= 1e-4 for r in trained)
     salts = {body["cache_salt"] for body in served.fake.seen}
