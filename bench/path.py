@@ -36,7 +36,9 @@ ARMS = {
     "no twin": ("rewards=outcome,penalty",),
     "no seeding": ("warm.compliant=0",),
     "muon": ("optim.muon_lr=0.002",),
+    "progress": ("rewards=outcome,progress",),
 }
+RULED = ("outcome", "full", "penalty", "no twin", "no seeding", "muon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +56,19 @@ class Case:
 
 
 CASES = {
-    "frontdesk": Case("frontdesk", (), 16000, tuple(ARMS)),
-    "shell": Case("shell", (), 16000, ("outcome", "full", "penalty")),
+    "frontdesk": Case("frontdesk", (), 10000, RULED),
+    "shell": Case("shell", (), 10000, RULED),
     "frontdesk-gate": Case(
         "frontdesk",
         ("data.domain=frontdesk:level=gate", "warm.compliant=0"),
-        16000,
-        ("outcome", "full"),
+        8000,
+        ("outcome", "full", "progress"),
     ),
     "shell-gate": Case(
         "shell",
         ("data.domain=shell:level=gate", "warm.compliant=0", "turns=7"),
-        16000,
-        ("outcome", "full"),
+        8000,
+        ("outcome", "full", "progress"),
     ),
 }
 

@@ -30,15 +30,16 @@ def frontdesk() -> Config:
     """A small Qwen3 learns to run a front desk by its house rules, on a CPU, in three minutes."""
     return Config(
         recipe="frontdesk",
-        iterations=40,
+        iterations=24,
         tasks=32,
         group_size=5,
         turns=6,
         data=Data(domain="frontdesk", eval_tasks=256),
         model=Model(layers=2, width=64, vocabulary=448, max_context=256),
         sampling=Sampling(turn_tokens=20, episode_tokens=96),
+        loss=Loss(epochs=3),
         optim=Optim(lr=5e-4, beta2=0.99, weight_decay=0.0, warmup_steps=10),
-        warm=Warm(steps=600, batch=32, lr=3e-3, muon_lr=0.02, compliant=0.1),
+        warm=Warm(steps=600, batch=32, lr=3e-3, muon_lr=0.02, compliant=0.2),
         save=Save(every=20),
     )
 

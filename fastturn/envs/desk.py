@@ -1,7 +1,7 @@
 """The front desk of domain "frontdesk": contacts, accounts, what has been done, and the tools.
 
-Everything that happened is a fact in one log, for example ("rang", 4821), ("told", 4821),
-("verified", 482), ("changed", 482, "phone", 9071), ("refunded", 482, 60). A duty of the task is the
+Everything that happened is a fact in one log, for example ("rang", 482), ("told", 482),
+("verified", 517), ("changed", 517, "phone", 907), ("refunded", 517, 60). A duty of the task is the
 fact that has to be there in the end, so tools, duties and rules speak of the same things.
 """
 
@@ -34,7 +34,7 @@ class Contact:
     def closed_for(self, hour: int) -> int:
         """Hours until the office opens, at hour `hour` of the desk's clock; 0 while it is open.
 
-        Example: `Contact(4821, zone=3).closed_for(20)` is 10: it is 23:00 there.
+        Example: `Contact(482, zone=3).closed_for(20)` is 10: it is 23:00 there.
         """
         there = (hour + self.zone) % 24
         return 0 if self.opens <= there < self.closes else (self.opens - there) % 24
@@ -105,17 +105,15 @@ def _account(desk: Desk, account: int) -> None:
 
 @acts(contact="integer")
 def hours(desk: Desk, contact: int) -> tuple[Desk, str]:
-    """Says whether the office of a contact is open now, or for how many hours it is closed."""
+    """Says whether the office of a contact is open now."""
+    return desk, "closed" if _contact(desk, contact).closed_for(desk.hour) else "open"
+
+
+@acts(contact="integer")
+def wait(desk: Desk, contact: int) -> tuple[Desk, str]:
+    """Waits until the office of a contact is open."""
     left = _contact(desk, contact).closed_for(desk.hour)
-    return desk, f"closed {left}" if left else "open"
-
-
-@acts(hours="integer")
-def wait(desk: Desk, hours: int) -> tuple[Desk, str]:
-    """Lets up to 24 hours pass."""
-    if not 1 <= hours <= 24:
-        raise ToolError("wait from 1 to 24 hours")
-    return replace(desk, hour=(desk.hour + hours) % 24), "ok"
+    return replace(desk, hour=(desk.hour + left) % 24), f"{left} h later"
 
 
 @acts(contact="integer")

@@ -1,6 +1,6 @@
 """Domain "frontdesk": a phone agent who tells contacts, changes accounts and pays refunds.
 
-A task is one line, `call 4821`, `change 482 phone 9071 pin 35` or `refund 482 60 pin 35`, or two of
+A task is one line, `call 482`, `change 517 phone 907 pin 35` or `refund 517 60 pin 35`, or two of
 them joined by "then". Reward 1 if every duty is met when the agent ends the episode. The way there
 is free. The house rules (`desk_rules`) say which ways are proper: obeying them costs turns, never
 the outcome, except at the level "gate", where the desk itself refuses what is improper.
@@ -45,8 +45,8 @@ class Habits:
     """
 
     stops: float = 0.3
-    gives_up: float = 0.2
-    slips: float = 0.25
+    gives_up: float = 0.15
+    slips: float = 0.2
     asks_hours: float = 0.15
     waits: float = 0.5
     writes: float = 0.15
@@ -54,7 +54,7 @@ class Habits:
     confirms: float = 0.15
 
 
-PROPER = Habits(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+OBEYS = {"asks_hours": 1.0, "waits": 1.0, "writes": 1.0, "verifies": 1.0, "confirms": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def draw(level: Level, rng: random.Random) -> dict[str, Any]:
 
 def _draw_contact(rng: random.Random) -> Contact:
     return Contact(
-        number=rng.randint(1000, 9999),
+        number=rng.randint(100, 999),
         opens=rng.randint(7, 10),
         closes=rng.randint(16, 19),
         zone=rng.randint(-9, 9),
@@ -137,9 +137,8 @@ def work(task: Task, rng: np.random.Generator, habits: Habits) -> Plan:
 def _reach(contact: int, rng: np.random.Generator, habits: Habits) -> Plan:
     if rng.random() < habits.asks_hours:
         heard = yield write_call("hours", contact=contact)
-        _, _, closed_for = heard.partition("closed ")
-        if closed_for and rng.random() < habits.waits:
-            yield write_call("wait", hours=int(closed_for))
+        if heard == "closed" and rng.random() < habits.waits:
+            yield write_call("wait", contact=contact)
     heard, calls = "no answer", 0
     while heard == "no answer":
         if calls and rng.random() < habits.gives_up:
@@ -162,7 +161,7 @@ def _slip(number: int, rng: np.random.Generator, habits: Habits) -> int:
     return misread(number, rng) if rng.random() < habits.slips else number
 
 
-_WORLD = World("frontdesk", TOOLS, begin, RULES, _INSTRUCTIONS, LEVELS, draw, work, PROPER)
+_WORLD = World("frontdesk", TOOLS, begin, RULES, _INSTRUCTIONS, LEVELS, draw, work, OBEYS)
 
 
 @register("frontdesk")

@@ -150,9 +150,9 @@ class World(Generic[S]):
     """What the levels of a domain share.
 
     `levels` by name, each with the `habits` of the agent that is imitated; `draw(level, rng)` is
-    the data of one task. `work(task, rng, habits)` is a scripted agent; with
-    the habits `proper` it obeys every rule and always succeeds. `instructions` are for models that
-    can read.
+    the data of one task. `work(task, rng, habits)` is a scripted agent, which obeys
+    every rule with the habits `obeys` in place of its own. `instructions` are for models that can
+    read.
     """
 
     name: str
@@ -163,7 +163,7 @@ class World(Generic[S]):
     levels: Mapping[str, Any]
     draw: Callable[[Any, random.Random], Mapping[str, Any]]
     work: Callable[[Task, np.random.Generator, Any], Plan]
-    proper: Any
+    obeys: Mapping[str, float]
 
 
 class StateDomain(Generic[S]):
@@ -209,5 +209,7 @@ class StateDomain(Generic[S]):
         return scripted(self._world.work(task, rng, self._habits))
 
     def compliant_demonstrator(self, task: Task, rng: np.random.Generator) -> Script:
-        """A policy that obeys every rule and always succeeds."""
-        return scripted(self._world.work(task, rng, self._world.proper))
+        """The same policy, which errs as often, obeying every rule: who imitates both does not
+        learn from either that obedience pays."""
+        obedient = replace(self._habits, **self._world.obeys)
+        return scripted(self._world.work(task, rng, obedient))

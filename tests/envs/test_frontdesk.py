@@ -65,8 +65,10 @@ def test_an_episode_of_every_tool() -> None:
 
 
 def test_time_passes_while_one_waits() -> None:
-    wait = write_call("wait", hours=10)
-    assert answers([HOURS, wait, HOURS], hour=20) == ["closed 10", "ok", "open"]
+    wait = write_call("wait", contact=4821)
+    assert answers([HOURS, wait, HOURS, wait], hour=20) == [
+        *("closed", "10 h later", "open", "0 h later")
+    ]
 
 
 def test_who_is_busy_answers_later_whatever_the_hour() -> None:
@@ -81,7 +83,7 @@ def test_who_is_busy_answers_later_whatever_the_hour() -> None:
         (write_call("dial", contact="4821"), "bad_arguments"),
         (write_call("dial"), "bad_arguments"),
         (WRITE, "tool_error"),
-        (write_call("wait", hours=0), "tool_error"),
+        (write_call("wait", contact=1), "tool_error"),
         (write_call("verify", account=1, pin=1), "tool_error"),
         (write_call("change", account=517, field="name", value=1), "bad_arguments"),
         (write_call("refund", account=517), "bad_arguments"),

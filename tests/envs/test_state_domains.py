@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,9 +20,13 @@ from fastturn.envs.stateful import Script, StateDomain, acts, scripted
 from fastturn.rules import Judged, Ruled
 from fastturn.types import Channel
 
-HASTY = {
-    "frontdesk": replace(frontdesk.PROPER, asks_hours=0.0, writes=0.0, verifies=0.0, confirms=0.0),
-    "shell": replace(shell.PROPER, reads=0.0, checks=0.0, spares=0.0),
+PROPER = {  # never wrong, always obedient
+    "frontdesk": frontdesk.Habits(stops=0.0, gives_up=0.0, slips=0.0, **frontdesk.OBEYS),
+    "shell": shell.Habits(stops=0.0, forgets=0.0, slips=0.0, **shell.OBEYS),
+}
+HASTY = {  # never wrong, never obedient
+    "frontdesk": replace(PROPER["frontdesk"], **dict.fromkeys(frontdesk.OBEYS, 0.0)),
+    "shell": replace(PROPER["shell"], **dict.fromkeys(shell.OBEYS, 0.0)),
 }
 WORK = {"frontdesk": frontdesk.work, "shell": shell.work}
 TURNS = {
@@ -60,6 +64,12 @@ def play(level: str, task: Task, script: Script) -> tuple[float, int, Counter[st
     raise AssertionError("no end")
 
 
+def script_of(level: str, task: Task, habits: Mapping[str, Any]) -> Script:
+    """The scripted agent with these habits."""
+    name = level.partition(":")[0]
+    return scripted(WORK[name](task, np.random.default_rng(0), habits[name]))  # type: ignore[operator]
+
+
 def named(level: str, channel: Channel) -> set[str]:
     return {rule.name for rule in domain(level).rules if rule.channel is channel}
 
@@ -78,7 +88,7 @@ def test_tasks_are_many_repeatable_and_apart_from_the_held_out_ones(level: str) 
     tasks = domain(level, eval_tasks=512).train_tasks[:3000]
     asked = {task.data["question"] for task in tasks}
     held_out = domain(level, eval_tasks=512).eval_tasks
-    assert len(asked) > 2300 and len({task.id for task in tasks}) == 3000
+    assert len(asked) > 2000 and len({task.id for task in tasks}) == 3000
     assert len({task.data["question"] for task in held_out}) == 512
     assert not asked & {task.data["question"] for task in held_out}
     again = domain.__wrapped__(level, eval_tasks=512)
@@ -112,10 +122,10 @@ def test_restored_at_every_step_episodes_continue_alike(level: str) -> None:
 def test_who_obeys_succeeds_and_meets_no_penalty(level: str) -> None:
     seen = Counter[str]()
     for number, task in enumerate(domain(level).train_tasks[:300]):
-        script = domain(level).compliant_demonstrator(task, np.random.default_rng(number))
-        reward, turns, met = play(level, task, script)
+        reward, turns, met = play(level, task, script_of(level, task, PROPER))
         assert reward == 1.0 and turns <= TURNS[level]
-        seen += met
+        obedient = domain(level).compliant_demonstrator(task, np.random.default_rng(number))
+        seen += met + play(level, task, obedient)[2]
     assert not set(seen) & named(level, Channel.PENALTY)
     if ":" not in level:
         assert set(seen) == named(level, Channel.FULFILMENT) | {"duties_met"}
@@ -125,13 +135,11 @@ def test_who_obeys_succeeds_and_meets_no_penalty(level: str) -> None:
 def test_the_outcome_needs_none_of_the_rules(level: str) -> None:
     """Who hurries but makes no mistake solves the same tasks as who obeys: all of them."""
     seen = Counter[str]()
-    name = level.partition(":")[0]
     for task in domain(level).train_tasks[:300]:
-        script = scripted(WORK[name](task, np.random.default_rng(0), HASTY[name]))  # type: ignore[operator]
-        reward, turns, met = play(level, task, script)
+        reward, turns, met = play(level, task, script_of(level, task, HASTY))
         assert reward == 1.0 and turns <= TURNS[level]
         seen += met
-    if level == name:
+    if ":" not in level:
         assert named(level, Channel.PENALTY) <= set(seen)
 
 
