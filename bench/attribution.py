@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench attribution --no-record
 
 Every way starts from the same warm policy and plays the same number of iterations; none changes an
-estimate. Seconds are those of this process, sampler included. Overlap needs rollout servers and has
-a benchmark of its own (`overlap`).
+estimate. Seconds are CPU seconds of this process, sampler included; their parts are spans of the
+meter, wall-clock. Overlap needs rollout servers and has a benchmark of its own (`overlap`).
 """
 
 from __future__ import annotations

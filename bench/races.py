@@ -2,8 +2,9 @@
 
     entrant (algorithm, settings) x task x seed -> Result, one line of results/races.jsonl
 
-All entrants of a seed start from the same warm policy. Seconds are those of this process, with the
-sampler in it, so they are device-seconds of one core; warm start and evaluations are not in them.
+All entrants of a seed start from the same warm policy. Seconds are CPU seconds of this process,
+with the sampler in it, so they are device-seconds of one core; warm start and evaluations are not
+in them. Their parts are spans of the meter, wall-clock: on a busy machine they add up to more.
 """
 
 from __future__ import annotations
