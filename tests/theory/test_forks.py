@@ -17,7 +17,7 @@ from fastturn.play import Unmetered
 from fastturn.render import Conversation
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams
 from fastturn.tree import Rollout, stages
-from fastturn.types import Boundary, Completion, Ids, SiblingGroup, Stop, Trunk
+from fastturn.types import Boundary, Completion, Hit, Ids, SiblingGroup, Stop, Trunk
 
 from .mdp import Array, Outcome, TurnMDP, action_of, credited, members, softmax, values
 
@@ -83,6 +83,9 @@ class TableRenderer:
 
     def fits(self, conversation: Conversation) -> bool:
         return True
+
+    def located(self, action_A: Ids, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
+        return hits
 
 
 def _tokens(messages: Sequence[dict]) -> Ids:

@@ -150,7 +150,6 @@ def contributions(
 @pytest.mark.parametrize(
     ("options", "factor"),
     [
-        ((), 3 / 4),
         (("agreed=0.3",), 2 / 4),
         (("agreed=0.3", "leave_one_out=1"), 1.0),
     ],
@@ -162,7 +161,7 @@ def test_pairs_decide_and_others_estimate(options, factor):
     table, config = Table(), rtpo(*options)
     q_KSU, v_KS = values(table.mdp, table.policy_KSU)
     want_KSU = factor * table.policy_KSU * (q_KSU - v_KS[..., None])
-    trunks = table.trunks(500)
+    trunks = table.trunks(400)
     table.sampler.publish(1)
     sample, n = algorithm_of(config).sample, members(config)
     forked = 0
@@ -174,7 +173,7 @@ def test_pairs_decide_and_others_estimate(options, factor):
             assert error < 0.2 * np.abs(want_KSU).max()
             assert abs(got_N.mean() - want_KSU[cell]) < 4.5 * error + 1e-12, cell
     everything = n * sum(len(trunk.snapshots) for trunk in trunks)
-    assert forked == everything if not options else 0.5 * everything < forked < 0.95 * everything
+    assert 0.5 * everything < forked < 0.95 * everything
 
 
 def test_more_siblings_count_one_over_their_probability():
