@@ -27,7 +27,7 @@ def quickstart() -> Config:
 
 
 def frontdesk() -> Config:
-    """A small Qwen3 learns to run a front desk by its house rules, on a CPU, in three minutes."""
+    """A small Qwen3 learns to run a front desk by its house rules, on a CPU, in two minutes."""
     return Config(
         recipe="frontdesk",
         iterations=24,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fastturn import trainer
 from fastturn.bench import path
+from fastturn.bench.quickstarts import opened
 from fastturn.bench.record import rows
 from fastturn.config import as_dict, override
 from fastturn.recipes import RECIPES
@@ -53,3 +55,16 @@ def test_the_variances_of_a_stage_add_up() -> None:
     stage = {"var_outcome": 0.25, "var_path": 0.015625, "cov_outcome_path": -0.0625}
     assert path.decomposition_error({**stage, "var_return": 0.140625}) == 0.0
     assert path.decomposition_error({**stage, "var_return": 0.25}) == 0.109375
+
+
+@pytest.mark.parametrize("recipe", ["frontdesk", "shell"])
+def test_recipes_with_house_rules_train_both_channels(recipe: str) -> None:
+    """A short run: demonstrations are imitated, rules are met, and a step is taken."""
+    small = ("warm.steps=30", "tasks=6", "data.eval_tasks=8", "iterations=1", "warm.batch=16")
+    with opened(small, recipe) as run:
+        trainer.warm_start(run)
+        record = trainer.one_iteration(run)
+        stages = path.recorded_stages(run)
+    assert stages and record["rollouts"] > 0
+    assert {"var_outcome", "var_path", "cov_outcome_path", "iteration"} <= stages[0].keys()
+    assert max(map(path.decomposition_error, stages)) < 1e-9
