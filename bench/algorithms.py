@@ -47,7 +47,7 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
     seeds: dict[str, dict[int, Result]] = {}
     for result in results:
         seeds.setdefault(result.race.name, {})[result.race.seed] = result
-    base = seeds.get(first, {})
+    base, ratio = seeds.get(first, {}), "log ratio"  # peers do not tell theirs
     for name, by_seed in seeds.items():
         found = list(by_seed.values())
         pairs = [(by_seed[seed], base[seed]) for seed in by_seed.keys() & base.keys()]
@@ -61,7 +61,7 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
             "tool calls": [r.metrics["tool calls"] for r in found],
             "tokens / success": [r.metrics["tokens / success"] for r in found],
             "truncated": [r.metrics["truncated"] for r in found],
-            "ratio": [math.exp(r.metrics["log ratio"]) for r in found],
+            "ratio": [math.exp(r.metrics[ratio]) for r in found if ratio in r.metrics],
         }
         yield name, {c: interval(values) for c, values in columns.items() if values}
 

@@ -47,16 +47,21 @@ def _measure(case: StepCase, layout: str, threads: int) -> int:
     torch.set_num_threads(threads)
     Update(replace(case, layers=1, **WARM)).providers()[layout]()
     provider = Update(case).providers()[layout]
-    before = _restart_peak()
+    before = restart_peak()
     kept = provider()
     del kept
-    return _status("VmHWM") - before
+    return resident_peak() - before
 
 
-def _restart_peak() -> int:
+def restart_peak() -> int:
     """Resident bytes now, from which the peak counts again."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
+
+
+def resident_peak() -> int:
+    """Most resident bytes since `restart_peak`."""
+    return _status("VmHWM")
 
 
 def _status(name: str) -> int:

@@ -13,6 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class Race:
 
     @property
     def algorithm(self) -> str:
-        return self.entrant.partition("/")[0]
+        name = self.entrant.partition("/")[0]
+        return "grpo" if name == "trl" else name  # TRL's trainer runs GRPO
 
     @property
     def name(self) -> str:
@@ -108,8 +110,9 @@ class Result:
     metrics: Mapping[str, float]
 
 
-def raced(race: Race) -> Result:
-    """Run it."""
+@contextmanager
+def warmed(race: Race) -> Iterator[Run]:
+    """An open run with the warm policy of the race's seed."""
     fixed = (f"seed={race.seed}", f"data.eval_tasks={race.budget.eval_tasks}")
     pairs = (*TASKS[race.task], *fixed, *race.settings)
     endless = ("warm.steps=0", "iterations=100000")
@@ -118,21 +121,33 @@ def raced(race: Race) -> Result:
         trainer.warm_start(run)  # no steps, but from here on it trains
         if race.entrant.endswith("/full_history"):
             run.learner = FullHistory(run)
-        before, found = spans(run), trainer.held_out(run, "before")
-        records, curve = [], [_point(run, 0.0, found)]
-        spent_s = share = 0.0
-        while share < 1:
-            start_s = time.process_time()
-            records.append(trainer.one_iteration(run))
-            spent_s += time.process_time() - start_s
-            share = race.budget.spent(run.cursor.totals["rollouts"], spent_s)
-            if share >= min(1, len(curve) / race.budget.evaluations):
-                found = trainer.held_out(run, "during")
-                curve.append(_point(run, spent_s, found))
-        used = spans(run)
-        used.subtract(before)
-        calls = {"tool calls": found.tool_calls_mean, "turns": found.turns_mean}
-        return Result(race, tuple(curve), calls | metrics(run, records, used, spent_s))
+        yield run
+
+
+def raced(race: Race) -> Result:
+    """Run it."""
+    with warmed(race) as run:
+        return trained(run, race)
+
+
+def trained(run: Run, race: Race) -> Result:
+    """From the warm policy to the end of the budget."""
+    before, found = spans(run), trainer.held_out(run, "before")
+    records, curve = [], [point(0, 0.0, found)]
+    spent_s = share = 0.0
+    while share < 1:
+        start_s = time.process_time()
+        records.append(trainer.one_iteration(run))
+        spent_s += time.process_time() - start_s
+        drawn = run.cursor.totals["rollouts"]
+        share = race.budget.spent(drawn, spent_s)
+        if share >= min(1, len(curve) / race.budget.evaluations):
+            found = trainer.held_out(run, "during")
+            curve.append(point(drawn, spent_s, found))
+    used = spans(run)
+    used.subtract(before)
+    calls = {"tool calls": found.tool_calls_mean, "turns": found.turns_mean}
+    return Result(race, tuple(curve), calls | metrics(run, records, used, spent_s))
 
 
 def spans(run: Run) -> Counter[str]:
@@ -140,8 +155,8 @@ def spans(run: Run) -> Counter[str]:
     return Counter(run.meter.state()["spans_ns"])
 
 
-def _point(run: Run, seconds: float, found: Evaluation) -> Point:
-    return Point(run.cursor.totals["rollouts"], seconds, found.success, found.greedy)
+def point(rollouts: int, seconds: float, found: Evaluation) -> Point:
+    return Point(rollouts, seconds, found.success, found.greedy)
 
 
 def metrics(
@@ -157,6 +172,7 @@ def metrics(
     parts = {name: sum(spans_ns[span] for span in of) / 1e9 for name, of in PARTS.items()}
     return {
         "s / 1000 rollouts": 1000 * spent_s / drawn,
+        "s / iteration": spent_s / len(records),
         **{f"s / 1000 rollouts, {name}": 1000 * s / drawn for name, s in parts.items()},
         "zero advantage": totals["groups_silent"] / max(1, totals["groups"]),
         "tokens / success": tokens / max(1.0, solved),
