@@ -47,6 +47,9 @@ KNOWN_ERRORS = (
     ("fastturn.learner", "DivergedError", FAILED),
     ("fastturn.pack", "DividedGroupError", BAD_INPUT),
     ("fastturn.dist", "DistError", FAILED),
+    ("fastturn.bench.suites", "BenchError", BAD_INPUT),
+    ("fastturn.bench.record", "DirtyTree", BAD_INPUT),
+    ("fastturn.bench.recorded", "ForeignRow", BAD_INPUT),
 )
 
 
@@ -170,6 +173,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_pairs(launch)
     _add_cluster(launch)
     _add_looking(subcommands)
+    bench = _command(
+        subcommands, "bench", commands.bench, "run benchmarks and record what they say"
+    )
+    _add_bench(bench)
     _command(subcommands, "recipes", commands.recipes, "list the recipes")
     return parser
 
@@ -229,6 +236,26 @@ def _add_pairs(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings that replace the recipe's (docs/configuration.md lists the keys)",
     )
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    suites = ("ops", "pack", "rollout", "step", "train", "all")
+    bench.add_argument("suite", nargs="?", choices=suites, default="ops", metavar="|".join(suites))
+    bench.add_argument(
+        "--against",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="PEER,...",
+        help="what must be there to compare with: liger, cce, trl, prefix-grouper, hf",
+    )
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="the GPU if there is one")
+    bench.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="two revisions, measured in turn, or two files of rows: what changed beyond noise",
+    )
+    bench.add_argument("--no-record", action="store_true", help="print only")
 
 
 def _add_cluster(launch: argparse.ArgumentParser) -> None:

@@ -145,6 +145,13 @@ def probe(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench(options: argparse.Namespace) -> int:
+    """A suite of benchmarks, which are no part of the trainer: nothing else imports them."""
+    from fastturn.bench.suites import run
+
+    return run(options)
+
+
 def recipes(options: argparse.Namespace) -> int:
     from fastturn.recipes import RECIPES
 

@@ -1,0 +1,70 @@
+"""Recorded rows, read back: only those of a commit in this history count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .record import RESULTS, ROOT, Row, git
+
+
+class ForeignRow(ValueError):
+    """A row that nothing in this repository can have made, or that is no row at all."""
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a results file, oldest first. `ForeignRow` names the line that is none."""
+    names = {field.name for field in fields(Row)}
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            values = json.loads(line)
+            found.append(Row(**{name: values[name] for name in names}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ForeignRow(
+                f"{path}, line {number}: expected a row of a benchmark ({error}); restore the file"
+            ) from error
+    return found
+
+
+def require_history(rows: Iterable[Row], root: Path = ROOT) -> None:
+    """`ForeignRow` when the commit of a row is not an ancestor of what is checked out."""
+    known = set(git("rev-list", "HEAD", root=root).splitlines())
+    for row in rows:
+        if row.commit not in known:
+            raise ForeignRow(
+                f"{row.bench}: {row.case} of {row.provider} was recorded at commit "
+                f"{row.commit[:12]}, which is not in this history; take the results file of this "
+                f"branch, or record the row again"
+            )
+
+
+@dataclass(frozen=True)
+class Results:
+    """The newest row of everything that was recorded. `shown` are those that were asked for."""
+
+    rows: dict[tuple[str, str, str], Row]
+    shown: dict[tuple[str, str, str], Row]
+
+    @classmethod
+    def load(cls, folder: Path = RESULTS, skip: Sequence[str] = ("races",)) -> Results:
+        rows = [
+            row
+            for path in sorted(folder.glob("*.jsonl"))
+            if path.stem not in skip
+            for row in read(path)
+        ]
+        return cls({(row.case, row.provider, row.metric): row for row in rows}, {})
+
+    def row(self, case: str, provider: str, metric: str) -> Row:
+        """`ForeignRow` when nothing is recorded of it."""
+        key = (case, provider, metric)
+        if key not in self.rows:
+            raise ForeignRow(
+                f"{case}, {provider}, {metric}: no such row in bench/results; record it with "
+                f"fastturn bench"
+            )
+        self.shown[key] = self.rows[key]
+        return self.rows[key]

@@ -1,0 +1,172 @@
+"""`fastturn bench`: what runs, what is refused by name, and which changes are more than noise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastturn import cli
+from fastturn.bench import compare, record, recorded, suites
+from fastturn.bench.compare import Change, of_files, of_rounds
+from fastturn.bench.record import ROOT, DirtyTree, Measured, Row
+from fastturn.bench.recorded import ForeignRow, Results, read, require_history
+
+HEAD = record.git("rev-parse", "HEAD")
+
+
+def row(p50: float, *, case: str = "pack/x", commit: str = HEAD, **other: Any) -> Row:
+    machine = {"device": "cpu", "driver": "", "torch": "2", "triton": "3", "config_hash": "c"}
+    spread = {"p50": p50, "p20": 0.95 * p50, "p80": 1.05 * p50, "n": 5}
+    named = {"bench": "pack", "case": case, "provider": "fastturn", "metric": "time", "unit": "s"}
+    return Row(**{**machine, **spread, **named, "commit": commit, "date": "2026", **other})
+
+
+def write(path: Path, *rows: Row) -> Path:
+    path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """Suites that note what they were told."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def load(name: str) -> Any:
+        def main(argv: list[str]) -> int:
+            calls.append((name.rpartition(".")[2], argv))
+            return 0
+
+        return SimpleNamespace(main=main)
+
+    stand_in = SimpleNamespace(import_module=load, util=importlib.util)
+    monkeypatch.setattr(suites, "importlib", stand_in)
+    monkeypatch.setattr(suites, "require_clean", lambda: None)
+    return calls
+
+
+def test_a_suite_runs_its_benchmarks_and_all_runs_every_one(ran: list[Any]) -> None:
+    assert cli.main(["bench", "step", "--no-record", "--device", "cpu"]) == 0
+    assert ran == [("steps", ["--no-record"])]
+    ran.clear()
+    assert cli.main(["bench", "all", "--against", "hf,trl"]) == 0
+    assert [name for name, _ in ran] == [m for modules in suites.SUITES.values() for m in modules]
+    assert all(argv == [] for _, argv in ran)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step", "--against", "legr"], "--against legr: expected any of liger"),
+        (["pack", "--against", "trl"], "--against trl: it is compared in ops, train only"),
+        (["ops", "--against", "cce"], "--against cce: it runs on GPUs only"),
+        (["ops", "--device", "cuda"], "--device cuda: torch sees no CUDA device"),
+        (["--compare", "nowhere", "HEAD"], "--compare nowhere: neither a file nor a revision"),
+        (["--compare", "pyproject.toml", "HEAD"], "expected a file beside the other one"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(
+    words: list[str], message: str, ran: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err and not ran
+
+
+def test_a_missing_peer_is_named(
+    ran: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(suites.PEERS, "liger", ("liger_kernel_that_is_away", ("ops",)))
+    assert cli.main(["bench", "ops", "--against", "liger"]) == 2
+    assert "the package liger_kernel_that_is_away is missing" in capsys.readouterr().err
+    assert not ran
+
+
+def test_a_dirty_tree_is_named(
+    ran: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dirty() -> None:
+        raise DirtyTree("uncommitted changes in a.py")
+
+    monkeypatch.setattr(suites, "require_clean", dirty)
+    assert cli.main(["bench", "pack"]) == 2
+    assert "uncommitted changes in a.py" in capsys.readouterr().err and not ran
+
+
+def test_a_change_must_leave_the_noise() -> None:
+    key, steady = ("c", "p", "time"), ("c", "p", "memory")
+    a = [{key: 1.0, steady: 1.0} for _ in range(5)]
+    b = [{key: 1.2 + 0.01 * n, steady: 1.0 + 0.05 * (-1) ** n} for n in range(5)]
+    found = of_rounds(a, b)
+    assert found[key].beyond_noise and found[key].ratio == pytest.approx(1.22)
+    assert not found[steady].beyond_noise
+    assert not Change(1.01, 1.005, 1.015).beyond_noise  # small, however sure
+    assert Change(0.5, 0.4, 0.6).beyond_noise
+
+
+def test_rows_of_files_are_compared_and_foreign_ones_refused(tmp_path: Path) -> None:
+    old, new = write(tmp_path / "a", row(1.0)), write(tmp_path / "b", row(9.0), row(1.5))
+    (change,) = of_files(old, new).values()
+    assert change.ratio == 1.5 and change.beyond_noise
+    assert not next(iter(of_files(old, write(new, row(1.02))).values())).beyond_noise
+    with pytest.raises(ForeignRow, match="commit aaaaaaaaaaaa, which is not in this history"):
+        of_files(old, write(new, row(1.0, commit="a" * 40)))
+    with pytest.raises(ForeignRow, match=r"recorded on cpu \(c\) and on gpu"):
+        of_files(old, write(new, row(1.0, device="gpu")))
+    with pytest.raises(ForeignRow, match="no case in common"):
+        of_files(old, write(new, row(1.0, case="other")))
+
+
+def test_recorded_rows_are_read_back_and_damage_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "pack.jsonl", row(1.0), row(2.0))
+    assert [r.p50 for r in read(path)] == [1.0, 2.0]
+    results = Results.load(tmp_path)
+    assert results.row("pack/x", "fastturn", "time").p50 == 2.0 and len(results.shown) == 1
+    with pytest.raises(ForeignRow, match="no such row in bench/results"):
+        results.row("pack/x", "liger", "time")
+    path.write_text('{"bench": "pack"}\n')
+    with pytest.raises(ForeignRow, match=r"pack\.jsonl, line 1: expected a row"):
+        read(path)
+
+
+def test_a_row_belongs_to_this_history() -> None:
+    require_history([row(1.0)])
+    with pytest.raises(ForeignRow, match="pack/x of fastturn was recorded at commit bbbbbbbbbbbb"):
+        require_history([row(1.0), row(1.0, commit="b" * 40)])
+
+
+def test_two_revisions_are_measured_in_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same revision twice, with a stand-in that takes as long as its place in the order."""
+    seen: list[str] = []
+
+    def fake(path: Path, module: str, argv: object) -> dict[compare.Key, float]:
+        seen.append(path.parent.name)
+        assert (path / "fastturn" / "bench" / "pack.py").exists()
+        return {("c", "p", "time"): 1.0 if path.parent.name == "0" else 2.0}
+
+    monkeypatch.setattr(compare, "measured", fake)
+    assert compare.compare("HEAD", "HEAD", ("pack",), rounds=4) == 1
+    assert seen == ["0", "1", "1", "0", "0", "1", "1", "0"]
+    assert "2.000 [2.000, 2.000] CHANGED" in capsys.readouterr().out
+
+
+def test_the_medians_of_a_revision_are_what_its_suite_found(tmp_path: Path) -> None:
+    path = compare.package("HEAD", tmp_path)
+    found = compare.measured(path, "pack", ["siblings", "--repeats", "1"])
+    assert found["pack/siblings", "fastturn", "tokens"] > 0
+    assert all(isinstance(value, float) for value in found.values())
+
+
+def test_measured_values_survive_the_way_into_a_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(record, "require_clean", lambda root=None: None)
+    one = Measured("case", "fastturn", "time", "s", (1.0, 2.0, 4.0), {})
+    (kept,) = recorded.read(record.record("pack", [one], "cpu", tmp_path))
+    assert (kept.p50, kept.n, kept.commit) == (2.0, 3, HEAD)
