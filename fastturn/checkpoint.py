@@ -1,13 +1,17 @@
 """Atomic checkpoints: a folder under its final name is always whole.
 
 A checkpoint is written beside its place, flushed to disk and renamed. A failed write (disk full)
-removes what it left and leaves the older checkpoints as they were.
+removes what it left and leaves the older checkpoints as they were. Training goes on meanwhile:
+
+    main thread    begin: copy to host memory | next steps ...       | finish: wait, agree
+    second thread                             | shards, flush, rename |
 
     checkpoints/000012-01-000600/   state.json, trunks.pkl (those of an iteration in hand),
                                     optimizer.json, shards of weights and moments (.distcp)
     final/                          the model and tokenizer in Hugging Face format
 
-Shards carry names and global shapes, so a checkpoint loads on any number of ranks.
+Shards carry names and global shapes, so a checkpoint loads on any number of ranks. Frozen weights
+are not in it: they come from where the run took them.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,57 +35,90 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fastturn.dist import World
 from fastturn.optim import Optimizers
-from fastturn.sharding import kept
+from fastturn.sharding import trained
 from fastturn.types import Trunk
+
+# torch warns of one process whatever `no_dist` says, in a thread of its own when it writes.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names it and the remedy."""
 
 
-def save(
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A checkpoint that is being written beside what goes on."""
+
+    folder: Path
+    world: World
+    done: Future[None]
+
+    def wait(self) -> None:
+        """Until this rank's part is over, well or not."""
+        wait([self.done])
+
+    def finish(self) -> None:
+        """Wait, on every rank. Raises `CheckpointError` on all of them when the disk refused one;
+        older checkpoints are untouched."""
+        _all_or_none(self.world, self.done.result, self.folder)
+
+
+def save(folder: Path, *what: Any, **more: Any) -> None:
+    """Write one checkpoint at `folder`, whole or not at all: `begin` and `finish`."""
+    begin(folder, *what, **more).finish()
+
+
+def begin(
     folder: Path,
     model: nn.Module,
     optimizers: Optimizers,
     state: dict[str, Any],
     trunks: Sequence[Trunk] = (),
     world: World | None = None,
-) -> None:
-    """Write one checkpoint at `folder`, whole or not at all; every rank its own shards.
+) -> Writing:
+    """Begin to write one checkpoint at `folder`: what it holds is as of now, whatever is trained
+    before it is whole. Every rank its own shards. The one before must be finished.
 
     `state` is JSON (cursor, totals, meter); `trunks` are those of a half-finished iteration; both
     are the leader's. All ranks see the same folder. Raises `CheckpointError` on every rank when
-    the disk refuses one of them; older checkpoints are untouched.
+    nothing can be written there.
     """
     world = world or World.single()
     part = folder.parent / f".part-{folder.name}"
-    tensors = _tensors(model, optimizers)
+    files = {
+        "trunks.pkl": pickle.dumps(list(trunks)),
+        "optimizer.json": json.dumps({"steps": optimizers.step_count}).encode(),
+        "state.json": json.dumps(state).encode(),
+    }
 
-    def begin() -> None:
+    def empty() -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
 
-    def write() -> None:
-        with _one_process_is_meant():
-            dcp.save(
-                tensors,
-                storage_writer=dcp.FileSystemWriter(part),
-                no_dist=world.size == 1,
-            )
+    def finish(shards: Future[Any]) -> None:
+        try:
+            shards.result()  # of all ranks
+            if world.leader:
+                for name, content in files.items():
+                    (part / name).write_bytes(content)
+                _flush_files(part)
+                _swap(part, folder)
+        finally:
+            if world.leader:
+                shutil.rmtree(part, ignore_errors=True)
 
-    def end() -> None:
-        (part / "trunks.pkl").write_bytes(pickle.dumps(list(trunks)))
-        (part / "optimizer.json").write_text(json.dumps({"steps": optimizers.step_count}))
-        (part / "state.json").write_text(json.dumps(state))
-        _flush_files(part)
-        _swap(part, folder)
-
-    try:
-        for action, everyone in ((begin, False), (write, True), (end, False)):
-            _all_or_none(world, action if everyone or world.leader else _nothing, folder)
-    finally:
-        if world.leader:
-            shutil.rmtree(part, ignore_errors=True)
+    _all_or_none(world, empty if world.leader else _nothing, folder)
+    shards: Any = dcp.async_save(
+        _tensors(model, optimizers),
+        storage_writer=dcp.FileSystemWriter(part),
+        process_group=world.background,
+        no_dist=world.size == 1,
+    )
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    done = pool.submit(finish, shards)
+    pool.shutdown(wait=False)
+    return Writing(folder, world, done)
 
 
 def load_state(folder: Path) -> tuple[dict[str, Any], list[Trunk]]:
@@ -104,8 +142,7 @@ def load_weights(
         moments = [key.removeprefix("optimizer.") for key in saved if key.startswith("optimizer.")]
         optimizers.make_room(model, moments)
         tensors = _tensors(model, optimizers)
-        with _one_process_is_meant():
-            dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
+        dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
         steps = json.loads((folder / "optimizer.json").read_text())["steps"]
     except (OSError, KeyError, ValueError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(
@@ -116,17 +153,9 @@ def load_weights(
 
 
 def _tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
-    """Weights and moments by name, split as they are."""
-    tensors = {f"model.{name}": tensor for name, tensor in kept(model).items()}
+    """What training changes, and moments, by name, split as they are."""
+    tensors = {f"model.{name}": tensor for name, tensor in trained(model).items()}
     return tensors | {f"optimizer.{key}": t for key, t in optimizers.tensors(model).items()}
-
-
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """torch warns whenever there is no process group, whatever `no_dist` says."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
-        yield
 
 
 def _nothing() -> None:

@@ -49,8 +49,9 @@ class World:
     """This process among the processes of the run.
 
     `mesh`: None for one process (unless asked for); else dimension "shard", after "replicate" when
-    weights are sharded within groups of ranks only. Collectives carry Python objects, so sums are
-    added in rank order and are the same bits on every rank.
+    weights are sharded within groups of ranks only. `background`: a group of all ranks for
+    collectives of a second thread, which must not come between those of the first. Collectives
+    carry Python objects, so sums are added in rank order and are the same bits on every rank.
     Example: `World.single().sum({"loss": 2.0})` is `{"loss": 2.0}`.
     """
 
@@ -58,6 +59,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    background: Any = None
 
     @classmethod
     def single(cls, device: str = "cpu") -> World:
@@ -239,7 +241,8 @@ def open_world(
     )
     line = Lifeline(rank, size, store, host=os.environ["MASTER_ADDR"], start_s=START_S)
     try:
-        yield World(rank, size, kind, init_device_mesh(kind.type, shape, mesh_dim_names=names))
+        split = init_device_mesh(kind.type, shape, mesh_dim_names=names)
+        yield World(rank, size, kind, split, dist.new_group(backend="gloo"))
     except KeyboardInterrupt:
         line.close()  # all ranks stop together
         raise

@@ -212,6 +212,11 @@ def sampling_gib(config: Config, shape: Shape, rows: int) -> dict[str, float]:
     return {KEPT_CACHE: min(decode, STORE_GIB), "keys and values in decoding": decode}
 
 
+def saving_gib(config: Config, shape: Shape, ranks: int = 1) -> float:
+    """Host memory of what a checkpoint is written from: a copy of all that training changes."""
+    return 3 * _trained_bytes(shape, Setting.of(config, ranks)) / GIB
+
+
 def require_memory(config: Config, ranks: int, device_gib: float) -> None:
     """`ConfigError`, with the arithmetic, when a rank's device cannot hold even a step of no
     tokens."""

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from fastturn.algorithms import algorithm_of
 from fastturn.config import Config, as_dict
-from fastturn.memory import KEPT_CACHE, PROCESS_GIB, held_gib, sampling_gib, step_gib
-from fastturn.shape import shape_of
+from fastturn.memory import KEPT_CACHE, PROCESS_GIB, held_gib, sampling_gib, saving_gib, step_gib
+from fastturn.shape import Shape, shape_of
 
 
 def derive(config: Config) -> dict[str, int]:
@@ -89,7 +89,7 @@ def print_plan(
     console.print(_numbers(derive(config)))
     shape = shape_of(config)
     if shape:
-        console.print(_memory(config, ranks))
+        console.print(_memory(config, shape, ranks))
         console.print(f"{shape.parameters / 1e6:.2f} million parameters in {config.model.dtype}")
     else:
         console.print(f"memory: unknown until {config.model.path} has been downloaded")
@@ -115,7 +115,7 @@ def _numbers(derived: Mapping[str, int]) -> Table:
     return table
 
 
-def _memory(config: Config, ranks: int) -> Table:
+def _memory(config: Config, shape: Shape, ranks: int) -> Table:
     """What is held, a step and sampling, each with its sum; the process at its largest."""
     held, step, sampling = memory_gib(config, ranks)
     of = "" if ranks == 1 else f" of one of {ranks} ranks"
@@ -132,10 +132,11 @@ def _memory(config: Config, ranks: int) -> Table:
             table.add_row(name, _size(gib))
         peaks.append(sum(uses.values()) + (always if uses is not held else 0.0))
         table.add_row(total, _size(peaks[-1]), style="bold")
-    beside = PROCESS_GIB + sampling.get(KEPT_CACHE, 0.0)
-    process = max(peaks[1] + beside, peaks[2] + PROCESS_GIB)
-    name = f"process, at most: with what is kept and {_size(PROCESS_GIB)} of libraries"
-    table.add_row(name, _size(process), style="bold")
+    saving = saving_gib(config, shape, ranks)
+    table.add_row("copy that a checkpoint is written from (host)", _size(saving))
+    most = max(peaks[1] + sampling.get(KEPT_CACHE, 0.0), peaks[2]) + saving + PROCESS_GIB
+    name = f"process, at most: the larger peak, what is kept, {_size(PROCESS_GIB)} of libraries"
+    table.add_row(name, _size(most), style="bold")
     table.caption = (
         "peaks are of torch's allocator; on a CPU the C library keeps up to .4 of them on top,\n"
         "unless MALLOC_MMAP_THRESHOLD_=1048576 is set"

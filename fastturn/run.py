@@ -106,6 +106,7 @@ class Run:
     mirror: Mirror
     trunks: list[Trunk] = field(default_factory=list)
     published: int = 0
+    writing: checkpoint.Writing | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
@@ -119,27 +120,41 @@ class Run:
             self.meter.absorb(news)
 
     def save(self) -> None:
-        """Write a checkpoint of this moment. A full disk is said and counted; the run goes on."""
+        """Begin to write a checkpoint of this moment, when the last one is whole. A full disk is
+        said and counted; the run goes on."""
+        self.settle()
         cursor = self.cursor
         name = f"{cursor.iteration:06d}-{cursor.stage:02d}-{cursor.warm_step:06d}"
-        root = self.out / "checkpoints"
-        with self.meter.span("checkpoint"):
+        with self.meter.span("checkpoint"), self._refusal_is_said():
             state = {
                 "cursor": cursor.as_dict(),
                 "config": as_dict(self.config),
                 "meter": self.meter.state(),
             }
-            try:
-                checkpoint.save(
-                    *(root / name, self.policy.model, self.learner.optimizers, state),
-                    trunks=self.trunks,
-                    world=self.world,
-                )
-            except checkpoint.CheckpointError as error:
-                self.meter.count("checkpoint_failed")
-                self.progress.warn(str(error))
-                return
-            self.world.first(lambda: checkpoint.prune(root, self.config.save.keep))
+            self.writing = checkpoint.begin(
+                *(self.out / "checkpoints" / name, self.policy.model),
+                *(self.learner.optimizers, state),
+                trunks=self.trunks,
+                world=self.world,
+            )
+
+    def settle(self) -> None:
+        """Wait until the checkpoint in hand, if any, is whole. All ranks together."""
+        writing, self.writing = self.writing, None
+        if writing is None:
+            return
+        root, keep = self.out / "checkpoints", self.config.save.keep
+        with self.meter.span("checkpoint"), self._refusal_is_said():
+            writing.finish()
+            self.world.first(lambda: checkpoint.prune(root, keep))
+
+    @contextmanager
+    def _refusal_is_said(self) -> Iterator[None]:
+        try:
+            yield
+        except checkpoint.CheckpointError as error:
+            self.meter.count("checkpoint_failed")
+            self.progress.warn(str(error))
 
     def save_final(self) -> None:
         """The model and tokenizer in Hugging Face format, whole or not at all."""
@@ -244,7 +259,11 @@ def _opened(
             # Last, so that a folder holds a run only if its data and model could be opened.
             settings = {"config": as_dict(config), "recipe": as_dict(recipe)}
             world.first(lambda: write_json(out / "config.json", settings))
-        yield run
+        try:
+            yield run
+        finally:
+            if run.writing:
+                run.writing.wait()
 
 
 def _meter(config: Config, out: Path, state: dict[str, Any], world: World) -> Meter | Follower:

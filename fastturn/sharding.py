@@ -9,7 +9,7 @@ over ranks, never averaged.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -79,17 +79,22 @@ def kept(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors | {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of `kept` that training changes: all but frozen parameters."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in kept(model).items() if name not in frozen}
+
+
 @torch.no_grad()
-def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of all that `kept` names, one at a time. All ranks together: each must
-    take every item."""
-    for name, tensor in kept(model).items():
+def gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor), one at a time. All ranks together: each must take every item."""
+    for name, tensor in tensors.items():
         yield name, whole(tensor)
 
 
 def whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """Everything in host memory on ranks that `keep`; {} on the others, which take part."""
-    return on_host(gathered(model), keep)
+    return on_host(gathered(kept(model)), keep)
 
 
 @torch.no_grad()
@@ -137,7 +142,7 @@ class Mirror:
         if self.policy is self.source or (version is not None and version == self._version):
             return
         own = kept(self.policy.model) if self.policy else {}
-        for name, tensor in gathered(self.source.model):
+        for name, tensor in gathered(trained(self.source.model)):
             if name in own:
                 own[name].copy_(tensor)
         self._version = version

@@ -321,6 +321,7 @@ def finish(run: Run) -> dict[str, Any]:
         cursor.after, cursor.phase = after.record(), "done"
         run.save_final()
         run.save()
+        run.settle()
     run.gather()
     return run.world.first(lambda: conclude(run))
 
@@ -393,6 +394,7 @@ def stop_if_asked(run: Run) -> None:
     if not run.world.any(run.stop.is_set()):
         return
     run.save()
+    run.settle()
     run.progress.say(f"stopped and saved; go on with the same command and --resume --out {run.out}")
     raise KeyboardInterrupt
 
@@ -406,6 +408,7 @@ def saved_when_servers_fail(run: Run) -> Iterator[None]:
         saved = run.world.size == 1  # shards need all ranks, and the others are not here
         if saved:
             run.save()
+            run.settle()
         state = "The run is saved" if saved else "The last checkpoint is whole"
         raise RunError(
             f"{error}. {state}; go on with the same command and --resume --out {run.out}"

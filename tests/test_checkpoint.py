@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fastturn import checkpoint
+from fastturn.bench import quickstarts
 from fastturn.config import Optim, Warm
 from fastturn.optim import split_parameters, training_optimizer, warm_optimizer
 
@@ -83,6 +89,122 @@ def test_an_error_while_writing_keeps_the_old_folder(tmp_path):
         checkpoint.atomic_folder(target, full)
     assert (target / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.fixture
+def held_back(monkeypatch) -> threading.Event:
+    """Second threads wait for it when all shards are on the disk, before a folder gets its name."""
+    free, flush = threading.Event(), checkpoint._flush_files
+
+    def wait(folder) -> None:
+        assert threading.current_thread() is threading.main_thread() or free.wait(60)
+        flush(folder)
+
+    monkeypatch.setattr(checkpoint, "_flush_files", wait)
+    return free
+
+
+def test_what_is_written_is_as_of_the_beginning(tmp_path, held_back):
+    """Weights, moments, trunks and state change before it is whole."""
+    model = small_model()
+    optimizers = training_optimizer(model, Optim(lr=1e-2, warmup_steps=5))
+    train(model, optimizers, 2)
+    before = [parameter.clone() for parameter in model.parameters()]
+    state, trunks = {"n": 1}, []
+    writing = checkpoint.begin(tmp_path / "000001", model, optimizers, state, trunks)
+    train(model, optimizers, 3)
+    state["n"] = 2
+    trunks.append("later")
+    assert checkpoint.latest(tmp_path) is None and not writing.done.done()
+    held_back.set()
+    writing.finish()
+    assert checkpoint.load_state(tmp_path / "000001") == ({"n": 1}, [])
+    other = small_model(1)
+    others = training_optimizer(other, Optim(lr=1e-2, warmup_steps=5))
+    checkpoint.load_weights(tmp_path / "000001", other, others)
+    for now, then in zip(other.parameters(), before, strict=True):
+        assert torch.equal(now, then)
+    train(other, others, 3)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_run_goes_on_while_it_is_saved_and_the_next_save_waits(held_back):
+    with quickstarts.opened(["warm.steps=0", "save.keep=1"]) as run:
+        run.save()
+        first = run.writing
+        assert first is not None and checkpoint.latest(run.out / "checkpoints") is None
+        run.cursor.iteration = 7
+        threading.Timer(0.3, held_back.set).start()
+        run.save()
+        assert first.done.done() and checkpoint.latest(run.out / "checkpoints") == first.folder
+        run.settle()
+        kept = [path.name for path in (run.out / "checkpoints").iterdir()]
+        assert kept == ["000007-00-000000"]
+
+
+def test_frozen_weights_are_in_no_checkpoint(tmp_path):
+    model = small_model()
+    model[1].requires_grad_(False)
+    checkpoint.save(tmp_path / "000001", model, training_optimizer(model, Optim()), {})
+    saved = dcp.FileSystemReader(tmp_path / "000001").read_metadata().state_dict_metadata
+    assert {"model.0.weight", "model.2.weight"} < set(saved)
+    assert not [name for name in saved if name.startswith("model.1.")]
+
+
+KILLED = """
+import os, signal, sys, time, torch
+from pathlib import Path
+from fastturn import checkpoint
+from fastturn.config import Optim
+from fastturn.dist import open_world
+from fastturn.optim import training_optimizer
+root = Path(sys.argv[1])
+with open_world("cpu") as world:
+    model = torch.nn.Linear(40, 40)
+    optimizers = training_optimizer(model, Optim())
+    checkpoint.save(root / "000001", model, optimizers, {"n": 1}, world=world)
+    write = checkpoint.dcp.FileSystemWriter.write_data
+    def die(self, *given):
+        write(self, *given).wait()
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(self, *given)
+    checkpoint.dcp.FileSystemWriter.write_data = die
+    writing = checkpoint.begin(root / "000002", model, optimizers, {"n": 2}, world=world)
+    writing.finish()
+"""
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_while_it_writes_leaves_the_last_whole_one(tmp_path, size):
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    said = [process.communicate(timeout=90)[0] for process in ranks]
+    assert ranks[-1].returncode == -signal.SIGKILL, said
+    assert all(process.returncode for process in ranks), said
+    assert checkpoint.latest(tmp_path) == tmp_path / "000001"
+    model = nn.Linear(40, 40)
+    optimizers = training_optimizer(model, Optim())
+    checkpoint.load_weights(tmp_path / "000001", model, optimizers)
+    assert checkpoint.load_state(tmp_path / "000001")[0] == {"n": 1}
+    checkpoint.save(tmp_path / "000002", model, optimizers, {"n": 2})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001", "000002"]
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
 
 
 FULL_DISK = """

@@ -333,7 +333,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(
     def full(folder, *rest, **named):
         raise checkpoint.CheckpointError(f"could not write {folder}: No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint, "begin", full)
     summary = run(tmp_path / "run", "iterations=1")
     assert summary["iterations"] == 1 and "No space left" in capsys.readouterr().out
 
