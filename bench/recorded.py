@@ -43,9 +43,11 @@ def require_history(rows: Iterable[Row], root: Path = ROOT) -> None:
 
 @dataclass(frozen=True)
 class Results:
-    """The newest row of everything that was recorded. `shown` are those that were asked for."""
+    """The newest row of everything that was recorded; `known` are those of a commit in this
+    history, `shown` those that were asked for."""
 
     rows: dict[tuple[str, str, str], Row]
+    known: dict[tuple[str, str, str], Row]
     shown: dict[tuple[str, str, str], Row]
 
     @classmethod
@@ -56,7 +58,10 @@ class Results:
             if path.stem not in skip
             for row in read(path)
         ]
-        return cls({(row.case, row.provider, row.metric): row for row in rows}, {})
+        history = set(git("rev-list", "HEAD").splitlines())
+        newest = {(row.case, row.provider, row.metric): row for row in rows}
+        known = {key: row for key, row in newest.items() if row.commit in history}
+        return cls(newest, known, {})
 
     def row(self, case: str, provider: str, metric: str) -> Row:
         """`ForeignRow` when nothing is recorded of it."""
