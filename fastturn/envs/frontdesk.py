@@ -8,8 +8,8 @@ the outcome, except at the level "gate", where the desk itself refuses what is i
     level=normal   one duty; 6 turns are enough to do it properly
     level=easy     one duty, never a refund
     level=hard     two duties; 9 turns
-    level=gate     two duties at a strict desk; 6 turns. The demonstrator hardly ever obeys, so a
-                   policy that imitates it solves next to nothing
+    level=gate     two duties at a strict desk; 6 turns. The demonstrator seldom obeys throughout and
+                   seldom gets a number right, so who imitates it solves next to nothing
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ LEVELS = {
     "easy": Level((("call",), ("change",))),
     "normal": Level((("call",), ("change",), ("refund",))),
     "hard": Level((("call", "change"), ("change", "refund"), ("call", "refund"))),
-    "gate": Level((("change", "refund"),), strict=True, habits=Habits(verifies=0.1, confirms=0.1)),
+    "gate": Level(
+        (("change", "refund"),),
+        strict=True,
+        habits=Habits(slips=0.8, verifies=0.25, confirms=0.25),
+    ),
 }
 
 

@@ -9,8 +9,8 @@ improper.
     level=normal   one duty; 5 turns are enough to do it properly
     level=easy     one duty, never a restart
     level=hard     two duties; 9 turns
-    level=gate     two duties on a strict machine; 7 turns. The demonstrator hardly ever obeys, so a
-                   policy that imitates it solves next to nothing
+    level=gate     two duties on a strict machine; 7 turns. The demonstrator seldom obeys throughout
+                   and seldom gets a number right, so who imitates it solves next to nothing
 """
 
 from __future__ import annotations
@@ -77,7 +77,11 @@ LEVELS = {
     "easy": Level((("set",), ("remove",))),
     "normal": Level((("set",), ("set and restart",), ("remove",))),
     "hard": Level((("set and restart", "remove"), ("set and restart", "set and restart"))),
-    "gate": Level((("set and restart", "set"),), strict=True, habits=Habits(reads=0.1, checks=0.1)),
+    "gate": Level(
+        (("set and restart", "set"),),
+        strict=True,
+        habits=Habits(slips=0.8, reads=0.25, checks=0.25),
+    ),
 }
 
 
