@@ -8,8 +8,8 @@ the outcome, except at the level "gate", where the desk itself refuses what is i
     level=normal   one duty; 6 turns are enough to do it properly
     level=easy     one duty, never a refund
     level=hard     two duties; 9 turns
-    level=gate     two duties at a strict desk; 6 turns. The demonstrator seldom obeys throughout and
-                   seldom gets a number right, so who imitates it solves next to nothing
+    level=gate     two duties at a strict desk; 6 turns. The demonstrator seldom obeys throughout
+                   and seldom gets a number right, so who imitates it solves next to nothing
 """
 
 from __future__ import annotations
