@@ -14,6 +14,7 @@ answer, and its budget of an episode counts tool results too (`COMPLETION` leave
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,12 +56,21 @@ def calculator(expression: str) -> str:
         return "error"
 
 
-def reward(completions: list[Any], answer: list[int], **ignored: Any) -> list[float]:
-    """1 for an episode whose last message boxes the answer."""
-    return [
-        grade(Task("task", {"answer": right}), messages[-1].get("content") or "").reward
-        for messages, right in zip(completions, answer, strict=True)
-    ]
+def rewarded(end: int) -> Callable[..., list[float]]:
+    """1 for an episode whose last message boxes the answer and whose every message, ours and the
+    tool's, ends with the token `end`: an action cut by its budget ends an episode with nothing."""
+
+    def reward(
+        completions: list[Any], completion_ids: list[list[int]], answer: list[int], **_: Any
+    ) -> list[float]:
+        episodes = zip(completions, completion_ids, answer, strict=True)
+        return [
+            float(ids.count(end) == len(messages))
+            * grade(Task("task", {"answer": right}), messages[-1].get("content") or "").reward
+            for messages, ids, right in episodes
+        ]
+
+    return reward
 
 
 def arguments(config: Config, folder: Path) -> Any:
@@ -133,9 +143,11 @@ def trained(run: Run, race: Race) -> Result:
 
     if race.task != "calculator":
         raise ValueError(f"task {race.task}: TRL runs here with the calculator; choose calculator")
-    config, tokenizer = run.config, run.tokenizer
-    model = AutoModelForCausalLM.from_config(run.policy.model.config, attn_implementation="sdpa")
+    config = run.config
+    shape = copy.deepcopy(run.policy.model.config)  # ours keeps its own attention
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     model.load_state_dict(run.policy.model.state_dict())
+    tokenizer = copy.deepcopy(run.tokenizer)
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, qwen3_template
     calls: dict[str, float] = {}
 
@@ -153,7 +165,7 @@ def trained(run: Run, race: Race) -> Result:
     measuring = Measuring(race, evaluate, batch)
     training = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=rewarded(tokenizer.eos_token_id),
         args=arguments(config, run.out),
         train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
         processing_class=tokenizer,
