@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastturn.devices import device_of
+
 from . import gpu_laws as laws
 from . import gpu_ops as ops
 from . import layouts, roofline
@@ -216,7 +218,7 @@ def rows_of_times(
     check: Check, case: str, times: Mapping[str, Sequence[float]], work: roofline.Work, config: Any
 ) -> None:
     """Time, share of the measured ceiling and share of the roofline of each provider."""
-    device = roofline.device_of(torch.cuda.get_device_name()) if not check.dry else None
+    device = device_of(torch.cuda.get_device_name()) if not check.dry else None
     for name, values in times.items():
         if not values:
             continue

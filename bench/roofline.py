@@ -10,42 +10,12 @@ them (plain matrix products reach about three quarters), so scripts/gpu_check me
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """`named` matches what the driver calls it; flops_s of bfloat16 and float16, dense."""
-
-    name: str
-    named: str
-    flops_s: float
-    bytes_s: float
-
-    @property
-    def balance(self) -> float:
-        """FLOPs per byte above which matrix work is the limit. Example: 153 on A100 80GB."""
-        return self.flops_s / self.bytes_s
-
-
-DEVICES = (
-    Device("A100 80GB", r"A100.*80GB", 312e12, 2.039e12),
-    Device("H100", r"H100 80GB HBM3|H100 SXM", 989.4e12, 3.35e12),
-    Device("H200", r"H200(?! NVL)", 989.4e12, 4.8e12),
-    Device("B200", r"\bB200", 2250e12, 7.7e12),
-)
-
-
-def device_of(name: str) -> Device | None:
-    """The device that the driver calls `name`; None for one without an entry.
-
-    Example: `device_of("NVIDIA H200").name` is "H200"; "NVIDIA H100 PCIe" has no entry.
-    """
-    return next((one for one in DEVICES if re.search(one.named, name)), None)
+from fastturn.devices import Device
 
 
 @dataclass(frozen=True, slots=True)

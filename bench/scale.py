@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastturn.config import Config, Dist, Model, Rollouts
+from fastturn.devices import DEVICES, Device
 from fastturn.memory import GIB, Setting, activations_token, held_gib, step_gib
 from fastturn.shape import Shape
-
-from .roofline import DEVICES, Device
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 BFLOAT16, FLOAT32 = 2, 4

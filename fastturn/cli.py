@@ -173,10 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pairs(launch)
     _add_cluster(launch)
     _add_looking(subcommands)
-    bench = _command(
-        subcommands, "bench", commands.bench, "run benchmarks and record what they say"
-    )
-    _add_bench(bench)
+    _add_measuring(subcommands)
     _command(subcommands, "recipes", commands.recipes, "list the recipes")
     return parser
 
@@ -236,6 +233,34 @@ def _add_pairs(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings that replace the recipe's (docs/configuration.md lists the keys)",
     )
+
+
+def _add_measuring(subcommands: Any) -> None:
+    """What a run would cost, and what this machine makes of it."""
+    plan = _command(subcommands, "plan", commands.plan, "simulate what a recipe takes on GPUs")
+    plan.add_argument("recipe", metavar="RECIPE", help=NAME)
+    _add_pairs(plan)
+    _add_plan(plan)
+    bench = _command(
+        subcommands, "bench", commands.bench, "run benchmarks and record what they say"
+    )
+    _add_bench(bench)
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--device", default="A100", help="A100 (default), H100, H200 or B200")
+    plan.add_argument("--gpus", type=_count, default=8, metavar="N", help="of all, 8 unless given")
+    plan.add_argument(
+        "--run", type=Path, metavar="DIR", help="a run that tells how long episodes are"
+    )
+    plan.add_argument(
+        "--lengths",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="of episodes: prompt, action, spread, answer, tool_s, silent, silent_whole",
+    )
+    plan.add_argument("--json", action="store_true", help="print the fastest layout as JSON")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:

@@ -145,6 +145,25 @@ def probe(options: argparse.Namespace) -> int:
     return 0
 
 
+def plan(options: argparse.Namespace) -> int:
+    """What a recipe would take on GPUs, simulated."""
+    config = override(recipe_of(options.recipe), options.pairs)
+    from rich.console import Console
+
+    from fastturn.devices import device_called
+    from fastturn.forecast import Case, as_dict, best, lengths_of, show, work_of
+    from fastturn.runfiles import load
+
+    run = None if options.run is None else load(options.run)
+    lengths = lengths_of(config, options.lengths, run)
+    case = Case(config, device_called(options.device), options.gpus, lengths, config.seed)
+    if options.json:
+        print(json.dumps(as_dict(best(case, work_of(config))), indent=2))
+    else:
+        show(case, Console())
+    return 0
+
+
 def bench(options: argparse.Namespace) -> int:
     """A suite of benchmarks, which are no part of the trainer: nothing else imports them."""
     from fastturn.bench.suites import run

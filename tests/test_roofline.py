@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastturn.bench.roofline import DEVICES, attention, device_of, logprob_forward, surrogate
+from fastturn.bench.roofline import attention, logprob_forward, surrogate
+from fastturn.devices import DEVICES, device_of
 
 BY_NAME = {device.name: device for device in DEVICES}
 

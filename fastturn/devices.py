@@ -1,0 +1,52 @@
+"""What GPUs can do at most, from the vendor's data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fastturn.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`named` matches what the driver calls it; flops_s of bfloat16 and float16, dense."""
+
+    name: str
+    named: str
+    flops_s: float
+    bytes_s: float
+    memory_gib: float
+
+    @property
+    def balance(self) -> float:
+        """FLOPs per byte above which matrix work is the limit. Example: 153 on A100 80GB."""
+        return self.flops_s / self.bytes_s
+
+
+DEVICES = (
+    Device("A100 80GB", r"A100.*80GB", 312e12, 2.039e12, 79.0),
+    Device("H100", r"H100 80GB HBM3|H100 SXM", 989.4e12, 3.35e12, 79.0),
+    Device("H200", r"H200(?! NVL)", 989.4e12, 4.8e12, 139.0),
+    Device("B200", r"\bB200", 2250e12, 7.7e12, 179.0),
+)
+
+
+def device_of(name: str) -> Device | None:
+    """The device that the driver calls `name`; None for one without an entry.
+
+    Example: `device_of("NVIDIA H200").name` is "H200"; "NVIDIA H100 PCIe" has no entry.
+    """
+    return next((one for one in DEVICES if re.search(one.named, name)), None)
+
+
+def device_called(text: str) -> Device:
+    """The device whose name begins so, upper or lower case. `ConfigError` names those there are.
+
+    Example: `device_called("a100").name` is "A100 80GB".
+    """
+    for device in DEVICES:
+        if text and device.name.lower().startswith(text.lower()):
+            return device
+    known = ", ".join(device.name for device in DEVICES)
+    raise ConfigError(f"--device {text!r}: not in the table of devices; expected one of {known}")

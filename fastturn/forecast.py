@@ -1,0 +1,239 @@
+"""`fastturn plan`: what a recipe would take on GPUs, by simulation (`simulate.py`).
+
+Everything follows from the recipe, the model's shape, a data sheet and lengths of episodes, which
+are assumed or taken from a run. Nothing is started, and the numbers are only as good as these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fastturn.algorithms import algorithm_of
+from fastturn.config import Config, ConfigError
+from fastturn.devices import Device
+from fastturn.options import chosen
+from fastturn.plan import memory_gib
+from fastturn.runfiles import RunFiles, mean
+from fastturn.shape import shape_of
+from fastturn.simulate import SAVINGS, Iteration, Layout, Lengths, Speed, Work, iteration
+
+PARTS = 8  # splits of the GPUs that are tried
+GROUPS = range(3, 10)  # group sizes that are compared
+USABLE = 0.9  # of a GPU's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recipe on `gpus` of a device."""
+
+    config: Config
+    device: Device
+    gpus: int
+    lengths: Lengths
+    seed: int = 0
+
+    @property
+    def speed(self) -> Speed:
+        return Speed.of(self.device, _shape(self.config))
+
+
+def _shape(config: Config) -> Any:
+    shape = shape_of(config)
+    if shape is None:
+        raise ConfigError(
+            f"model.path={config.model.path!r}: its shape is unknown until it has been downloaded; "
+            f"download the model, or name a folder"
+        )
+    return shape
+
+
+def lengths_of(config: Config, pairs: Sequence[str], run: RunFiles | None) -> Lengths:
+    """Those of a `run` where it knows them, `name=value` pairs over them, assumptions elsewhere.
+
+    Example: `lengths_of(config, ["action=300"], None).action` is 300.
+    """
+    known = Lengths() if run is None else replace(Lengths(), **_of_run(run))
+    given = chosen(pairs, asdict(known), "--lengths", "an episode")
+    lengths = replace(known, **given)
+    for field in fields(lengths):
+        value = getattr(lengths, field.name)
+        most = 1.0 if field.name.startswith("silent") else float("inf")
+        if not 0 <= value <= most or (field.name == "action" and value < 1):
+            raise ConfigError(
+                f"--lengths {field.name}={value:g}: expected 0 to {most:g}, actions 1"
+            )
+    return lengths
+
+
+def _of_run(run: RunFiles) -> dict[str, float]:
+    records = run.of("iteration")
+    turns, tokens = (
+        mean(r.get(key) for r in records) for key in ("turns_mean", "action_tokens_mean")
+    )
+    silent = mean(r.get("zero_advantage_share") for r in records)
+    if not turns or tokens is None or silent is None:
+        raise ConfigError(f"{run.name}: expected a run with whole iterations, it has none yet")
+    reverse = run.config.get("algorithm", "rtpo").startswith("rtpo")
+    rollouts = sum(r.get("rollouts", 0) for r in records)
+    waited = run.spans.get("environment", 0.0) / max(1.0, rollouts * turns)
+    found = {"action": max(1.0, tokens / turns), "tool_s": waited}
+    return found | {"silent" if reverse else "silent_whole": silent}
+
+
+def work_of(config: Config) -> Work:
+    """The iteration of a recipe. `ConfigError` for algorithms that sample in other ways."""
+    algorithm = algorithm_of(config)
+    reverse = algorithm.reverse and algorithm.stages is not None
+    grown = algorithm.stages is not None
+    if algorithm.passes or algorithm.candidates != 1 or grown != reverse or not algorithm.separate:
+        raise ConfigError(
+            f"algorithm={config.algorithm}: only algorithms that sample like rtpo or grpo are "
+            f"simulated; choose one of these"
+        )
+    siblings = config.group_size - algorithm.unsampled
+    return Work(config.tasks, config.turns, siblings, config.trunks if reverse else 1, reverse)
+
+
+def unfit(case: Case, layout: Layout) -> str:
+    """Why a layout does not fit the device's memory, empty when it does."""
+    most = USABLE * case.device.memory_gib
+    weights = 2 * _shape(case.config).parameters / 2**30
+    if weights > most:
+        return f"a server's weights take {weights:.0f} GiB of {most:.0f}"
+    held, step, _ = memory_gib(case.config, layout.trainers)
+    needed = sum(held.values()) + sum(step.values())
+    return f"a trainer's rank takes {needed:.0f} GiB of {most:.0f}" if needed > most else ""
+
+
+def layouts(gpus: int) -> Iterator[Layout]:
+    """Both on all GPUs in turn, and up to `PARTS` - 1 ways of dividing them."""
+    yield Layout(gpus)
+    for servers in sorted({max(1, round(gpus * part / PARTS)) for part in range(1, PARTS)}):
+        if servers < gpus:
+            yield Layout(gpus - servers, servers)
+
+
+def simulated(case: Case, work: Work, layout: Layout) -> Iteration:
+    return iteration(work, case.lengths, case.speed, layout, case.seed)
+
+
+def best(case: Case, work: Work) -> Iteration:
+    """The fastest layout that fits. `ConfigError` says why none does."""
+    tried = [(layout, unfit(case, layout)) for layout in layouts(case.gpus)]
+    fitting = [simulated(case, work, layout) for layout, why in tried if not why]
+    if not fitting:
+        raise ConfigError(
+            f"{case.gpus} x {case.device.name}: {tried[0][1]}; take more GPUs or lora"
+        )
+    return min(fitting, key=lambda one: one.wall_s)
+
+
+def grpo(work: Work) -> Work:
+    """Whole episodes, as many for a task as RTPO draws rollouts."""
+    return Work(
+        work.tasks, work.turns, work.trunks * (1 + work.siblings * work.turns), reverse=False
+    )
+
+
+def silent_share(success: float, siblings: int) -> float:
+    """Of groups whose siblings all succeed or all fail. Example: (.5, 2) is .5."""
+    return success**siblings + (1 - success) ** siblings
+
+
+def success_of(silent: float, siblings: int) -> float:
+    """The success rate, at least one half, at which that share of groups is silent."""
+    low, high = 0.5, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if silent_share(middle, siblings) < silent else (low, middle)
+    return low
+
+
+def by_group_size(case: Case, work: Work, layout: Layout) -> Iterator[tuple[int, Iteration]]:
+    """Iterations of other group sizes, silent shares following from one success rate of all
+    boundaries (that of the assumed share at the recipe's size)."""
+    success = success_of(case.lengths.silent, work.siblings)
+    for size in GROUPS:
+        siblings = size - 1
+        lengths = replace(case.lengths, silent=silent_share(success, siblings))
+        other = replace(case, lengths=lengths)
+        yield size, simulated(other, replace(work, siblings=siblings), layout)
+
+
+def packing_budget(case: Case, ranks: int) -> int:
+    """The largest power of two of tokens in a micro-batch that fits a rank."""
+    budget, most = case.config.model.max_context, USABLE * case.device.memory_gib
+    while budget < 2**20:
+        config = replace(case.config, pack_tokens=2 * budget)
+        held, step, _ = memory_gib(config, ranks)
+        if sum(held.values()) + sum(step.values()) > most:
+            break
+        budget *= 2
+    return budget
+
+
+def show(case: Case, console: Console) -> None:
+    """Print the forecast."""
+    work = work_of(case.config)
+    one = best(case, work)
+    console.print(_table("assumed", ("what", "value"), asdict(case.lengths).items()))
+    where = f"{case.gpus} x {case.device.name}"
+    split = (
+        f"{one.layout.trainers} train, {one.layout.servers} sample" if one.layout.apart else "both"
+    )
+    rows = [(name, f"{s:,.2f} s", f"{s / one.wall_s:.0%}") for name, s in one.spans.items()]
+    total = ("an iteration", f"{one.wall_s:,.2f} s", f"{one.gpu_hours:,.3f} GPU-hours")
+    console.print(_table(f"{where}: {split}", ("span", "seconds", "share"), [*rows, total]))
+    hours = one.gpu_hours * case.config.iterations
+    console.print(f"{case.config.iterations} iterations: {hours:,.2f} GPU-hours")
+    if work.reverse:
+        _show_choices(case, work, one, console)
+    twice = best(replace(case, gpus=2 * case.gpus), work)
+    console.print(
+        f"twice the GPUs: {one.wall_s / twice.wall_s:.2f} times as fast, "
+        f"{twice.gpu_hours / one.gpu_hours:.2f} times the GPU-hours"
+    )
+    console.print("simulated: nothing was started")
+
+
+def _show_choices(case: Case, work: Work, one: Iteration, console: Console) -> None:
+    other = best(case, grpo(work))
+    rows = []
+    for count in range(len(SAVINGS) + 1):
+        layout = replace(one.layout, savings=frozenset(SAVINGS[:count]))
+        found = simulated(case, work, layout)
+        name = f"+ {SAVINGS[count - 1]}" if count else "no saving"
+        rows.append((name, f"{found.wall_s:,.2f} s", f"{found.gpu_hours / other.gpu_hours:.2f}"))
+    episodes = grpo(work).siblings
+    title = f"what each saving does (GRPO, {episodes} episodes a task: {other.wall_s:,.2f} s)"
+    console.print(_table(title, ("RTPO with", "iteration", "GPU-hours / GRPO's"), rows))
+    sizes = dict(by_group_size(case, work, one.layout))
+    live = {size: found.live / found.gpu_hours for size, found in sizes.items()}
+    console.print(
+        f"most groups with a signal for a GPU-hour: group_size={max(live, key=live.__getitem__)}"
+    )
+    for every in sorted({1, 2, work.turns}):
+        found = simulated(case, work, replace(one.layout, publish_every=every))
+        console.print(f"publish every {every}: {found.wall_s:,.2f} s an iteration")
+    budget = packing_budget(case, one.layout.trainers)
+    console.print(f"largest pack_tokens that fits: {budget:,}")
+
+
+def _table(title: str, head: Sequence[str], rows: Any) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in head:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in row))
+    return table
+
+
+def as_dict(found: Iteration) -> Mapping[str, Any]:
+    """What `--json` prints of an iteration."""
+    layout = {"trainers": found.layout.trainers, "servers": found.layout.servers}
+    return {**layout, "wall_s": found.wall_s, "gpu_hours": found.gpu_hours, "spans": found.spans}

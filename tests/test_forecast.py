@@ -1,0 +1,180 @@
+"""Simulated iterations: counted by hand where that is possible, and the paper's ratio of costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastturn import cli
+from fastturn.config import ConfigError, override
+from fastturn.devices import DEVICES, device_called
+from fastturn.forecast import (
+    Case,
+    best,
+    by_group_size,
+    grpo,
+    layouts,
+    lengths_of,
+    packing_budget,
+    silent_share,
+    success_of,
+    work_of,
+)
+from fastturn.recipes import quickstart
+from fastturn.runfiles import RunFiles
+from fastturn.shape import Shape
+from fastturn.simulate import SAVINGS, Layout, Lengths, Speed, Work, decode, iteration, stepwise
+
+SPEED = Speed(0.01, 0.001, 0.0, 0.002, 0.0001, 0.5, 0.25)
+QWEN = Shape(28, 2048, 16, 8, 128, 6144, 151936, tied=True, head_norms=True)  # Qwen3-1.7B
+
+
+def ends(
+    actions: list[list[int]], slots: int, lengths: Lengths, speed: Speed = SPEED
+) -> list[float]:
+    action_NU = np.array(actions, float)
+    count = len(action_NU)
+    return decode(action_NU, np.zeros(count), np.zeros(count), lengths, speed, slots).tolist()
+
+
+def test_decoding_is_what_one_counts_by_hand() -> None:
+    still = Lengths(answer=10.0, tool_s=0.5)
+    # Two together: 4 steps of .012; then one alone: 6 steps of .011.
+    assert ends([[4], [10]], 2, still) == pytest.approx([0.048, 0.048 + 0.066])
+    # One after the other.
+    assert ends([[4], [10]], 1, still) == pytest.approx([0.044, 0.044 + 0.11])
+    # A tool of half a second and ten tokens to read between two turns.
+    assert ends([[4, 2]], 1, still) == pytest.approx([0.044 + 0.5 + 0.02 + 0.022])
+    # Contexts in the cache slow every step.
+    slow = replace(SPEED, cached_s=0.001)
+    assert ends([[1, 1]], 1, replace(still, tool_s=0.0), slow) == pytest.approx(
+        [0.011 + 0.02 + 0.011 + 0.011]
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.integers(0, 9)
+)
+def test_no_saving_ever_costs(
+    tasks: int, turns: int, siblings: int, servers: int, seed: int
+) -> None:
+    work = Work(tasks, turns, 1 + siblings)
+    lengths = Lengths(prompt=40, action=20, answer=10, tool_s=0.1)
+    found = dict(stepwise(work, lengths, SPEED, Layout(2, servers, slots=4), seed))
+    walls = [one.wall_s for one in found.values()]
+    assert list(found) == ["naive", *SAVINGS]
+    assert all(b <= a * (1 + 1e-9) for a, b in pairwise(walls))
+    assert len({one.tokens for one in found.values()}) == 1
+    again = iteration(work, lengths, SPEED, Layout(2, servers, slots=4), seed)
+    assert again.spans == found["prefetch"].spans
+
+
+def test_ten_thousand_gpus_are_no_slower_than_a_thousand() -> None:
+    speed, work = Speed.of(device_called("h100"), QWEN), Work(20_000, 4, 4)
+    walls = [iteration(work, Lengths(), speed, Layout(n, n)).wall_s for n in (500, 5000)]
+    assert walls[1] < walls[0]
+
+
+def test_the_papers_ratio_of_costs_from_stated_assumptions() -> None:
+    """Section G.4 and table 15: Qwen3-1.7B, four A100s in turn, 160 trunks, G = 3; 1.413 times the
+    GPU-hours of GRPO for 1.40 times its tokens. Assumed: 3 turns of 600 tokens, prompts of 1024,
+    24 sequences in flight a GPU, no saving; GRPO draws as many episodes as come nearest in tokens.
+    """
+    speed = Speed.of(device_called("A100"), QWEN)
+    lengths = Lengths(prompt=1024, action=600, answer=256, silent=0.896, silent_whole=0.5)
+    naive = Layout(4, savings=frozenset(), slots=24)
+    ours = dict(stepwise(Work(160, 3, 2), lengths, speed, Layout(4, slots=24)))
+    one = iteration(Work(160, 3, 1, reverse=False), lengths, speed, naive).tokens
+    episodes = round(ours["naive"].tokens / 1.4 / one)
+    theirs = iteration(Work(160, 3, episodes, reverse=False), lengths, speed, naive)
+    assert ours["naive"].gpu_hours / theirs.gpu_hours == pytest.approx(1.413, rel=0.05)
+    assert ours["prefetch"].gpu_hours < 0.87 * ours["naive"].gpu_hours
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    """A model of 35 million weights by its config.json alone, on 4 H100s."""
+    sizes = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
+    sizes |= {"vocab_size": 8192, "tie_word_embeddings": True, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = override(quickstart(), [f"model.path={tmp_path}", "device=cuda", "model.dtype=mixed"])
+    return Case(config, device_called("H100"), 4, Lengths(prompt=64, action=32, answer=16))
+
+
+def test_the_best_layout_is_the_fastest_that_fits(case: Case) -> None:
+    work = work_of(case.config)
+    assert work == Work(32, 4, 4, 1, True) and grpo(work).siblings == 17
+    found = best(case, work)
+    for layout in layouts(4):
+        assert found.wall_s <= iteration(work, case.lengths, case.speed, layout).wall_s
+    small = replace(case.device, memory_gib=0.05)
+    with pytest.raises(ConfigError, match=r"4 x H100: a server's weights take .* take more GPUs"):
+        best(replace(case, device=small), work)
+    assert 2**12 <= packing_budget(case, 1) <= packing_budget(case, 4) <= 2**20
+
+
+def test_silent_shares_follow_from_one_rate_of_success(case: Case) -> None:
+    assert silent_share(0.5, 2) == 0.5
+    assert silent_share(success_of(0.63, 4), 4) == pytest.approx(0.63)
+    sizes = dict(by_group_size(case, work_of(case.config), Layout(2, 2)))
+    live = [found.live for found in sizes.values()]
+    assert list(sizes) == list(range(3, 10)) and live == sorted(live)
+
+
+def test_lengths_of_a_run_and_of_the_command_line() -> None:
+    record = {"kind": "iteration", "turns_mean": 2.0, "action_tokens_mean": 60.0, "rollouts": 10}
+    record |= {"zero_advantage_share": 0.7, "spans": {"environment": 5.0}}
+    run = RunFiles("r", [record], [], {}, {"algorithm": "rtpo"}, {})
+    found = lengths_of(quickstart(), ["prompt=99"], run)
+    assert (found.action, found.tool_s, found.silent, found.prompt) == (30.0, 0.25, 0.7, 99.0)
+    assert found.silent_whole == Lengths().silent_whole
+    with pytest.raises(ConfigError, match="r: expected a run with whole iterations"):
+        lengths_of(quickstart(), [], replace(run, records=[]))
+    with pytest.raises(ConfigError, match=r"--lengths silent=1\.5: expected 0 to 1"):
+        lengths_of(quickstart(), ["silent=1.5"], None)
+
+
+def test_plan_prints_what_was_assumed_and_found(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "quickstart", f"model.path={case.config.model.path}", "device=cuda"]
+    words += ["model.dtype=mixed", "--gpus", "4", "--lengths", "prompt=64,action=32,answer=16"]
+    assert cli.main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "4 x A100 80GB",
+        "GPU-hours / GRPO's",
+        "+ prefetch",
+        "twice the GPUs",
+        "group_size=",
+    ):
+        assert part in shown
+    assert cli.main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sum(told["spans"].values()) == pytest.approx(told["wall_s"])
+    assert told["gpu_hours"] == pytest.approx(4 * told["wall_s"] / 3600)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "V100"], f"expected one of {', '.join(d.name for d in DEVICES)}"),
+        (["--lengths", "acton=3"], "the nearest is 'action'"),
+        (["algorithm=dapo"], "only algorithms that sample like rtpo or grpo"),
+        (["model.path=some/hub-id"], "its shape is unknown until it has been downloaded"),
+    ],
+)
+def test_bad_input_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "quickstart", *words]) == 2
+    assert message in capsys.readouterr().err
