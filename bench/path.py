@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for seed in range(args.seeds):  # seeds outside: a slow spell of the machine hits all alike
         for arm in arms:
-            found = {} if args.no_record else rows_of(args.case, arm, seed)
+            found = {} if args.no_record and not args.table else rows_of(args.case, arm, seed)
             if not found and not args.table:
                 rows = measured(args.case, arm, seed)
                 found = {row.metric: row.values[0] for row in rows}
