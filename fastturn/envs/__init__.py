@@ -6,6 +6,7 @@ Importing this package registers the built-in domains.
 from fastturn.envs import (  # noqa: F401  (registers the built-in domains)
     calculator,
     frontdesk,
+    gym,
     math,
     search,
     shell,

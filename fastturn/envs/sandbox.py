@@ -17,6 +17,7 @@ Without any of them nothing is run.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
@@ -37,7 +38,7 @@ MEMORY_GIB = 0.5  # of a program, beyond the interpreter and the modules that ar
 MOST_CHARS = 20_000  # of a program
 _SCRIPT = Path(__file__).with_name("sandbox_worker.py")
 _START_S = 60.0  # importing numpy and sympy on a busy machine
-_GRACE_S = 10.0  # for the worker to answer on a busy machine, after a program's own deadline
+_GRACE_S = 30.0  # beyond a program's own deadline: large imports on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,12 @@ class Sandbox:
             f"({'; '.join(reasons)}); install bubblewrap, or choose a domain with another tool, "
             "for example data.domain=math"
         )
+
+
+@functools.lru_cache
+def shared(timeout_s: float) -> Sandbox:
+    """The sandbox that all domains of this process use, with its warm interpreters."""
+    return Sandbox(timeout_s)
 
 
 def start(wall: str) -> Worker:

@@ -35,7 +35,7 @@ MOST_OUTPUT = 1 << 20  # bytes after which a program is stopped
 HEAD, TAIL = 3000, 900  # characters that are kept of a longer output
 PRELOADED = ("collections", "datetime", "decimal", "fractions", "itertools", "math", "statistics")
 # Imported once, when a program first names them: a large interpreter takes longer to fork.
-LARGE = {"numpy": "numpy.random", "sympy": "sympy"}
+LARGE = {"numpy": "numpy.random", "sympy": "sympy", "reasoning_gym": "reasoning_gym"}
 NOBODY = 65534
 LIBC = ctypes.CDLL(None, use_errno=True)
 

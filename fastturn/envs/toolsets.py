@@ -14,7 +14,7 @@ from fastturn.envs.arithmetic import CALCULATOR
 from fastturn.envs.base import Env, Message, Task
 from fastturn.envs.calculator import calculator_call
 from fastturn.envs.python import NotebookEnv, python_call, python_tool, run_program
-from fastturn.envs.sandbox import Sandbox
+from fastturn.envs.sandbox import shared
 from fastturn.envs.tools import Grade, Tool, ToolEnv
 from fastturn.options import nearest
 
@@ -47,7 +47,7 @@ def calculator(timeout_s: float) -> Toolset:
 
 def python(timeout_s: float) -> Toolset:
     """Programs, each on its own. Raises `ConfigError` where they cannot be isolated."""
-    tool = python_tool(partial(run_program, Sandbox(timeout_s)))
+    tool = python_tool(partial(run_program, shared(timeout_s)))
 
     def env(prompt: Prompt, grade: Grader) -> Env:
         return ToolEnv({tool.name: tool}, prompt, grade, timeout_s)
@@ -57,7 +57,7 @@ def python(timeout_s: float) -> Toolset:
 
 def notebook(timeout_s: float) -> Toolset:
     """Programs that keep their variables until the episode ends. Raises as `python`."""
-    sandbox = Sandbox(timeout_s)
+    sandbox = shared(timeout_s)
 
     def env(prompt: Prompt, grade: Grader) -> Env:
         return NotebookEnv(sandbox, prompt, grade, timeout_s)
