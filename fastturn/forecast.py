@@ -59,7 +59,7 @@ def lengths_of(config: Config, pairs: Sequence[str], run: RunFiles | None) -> Le
     """
     known = Lengths() if run is None else replace(Lengths(), **_of_run(run))
     given = chosen(pairs, asdict(known), "--lengths", "an episode")
-    lengths = replace(known, **given)
+    lengths = replace(known, **{name: float(value) for name, value in given.items()})
     for field in fields(lengths):
         value = getattr(lengths, field.name)
         most = 1.0 if field.name.startswith("silent") else float("inf")
