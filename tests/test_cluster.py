@@ -229,7 +229,7 @@ def test_every_role_starts_with_its_arguments_and_addresses(tmp_path):
         ),
         (
             {"server": "deaf", "ready_s": 1},
-            r"error: trainer 0 on 127\.9\.8\.1 \(node 0\) gave up: server 0 at http://127\.9\.8\.3:"
+            r"error: trainer [01] on 127\.9\.8\.[12] \(node [01]\) gave up: server 0 at http://127\.9\.8\.3:"
             r"\d+ was not ready after 1 s",
             "curl",
         ),
