@@ -109,7 +109,7 @@ def test_every_publish_arrives_and_is_proved(serve, tmp_path):
             ((one, two),) = client.sampler.sample([Request(context(20), 6, (1, 2))], PARAMS)
             for done in (one, two):
                 want_A = client.sampler._logprobs(context(20), done.action_A)
-                # Both sides round at the size of their logits; stale weights are off by 0.1 and more.
+                # Both sides round at the size of their logits; stale weights are off by 0.1.
                 np.testing.assert_allclose(done.logprob_A, want_A, rtol=1e-5, atol=1e-5)
     assert len(salts) == 3 and not list(tmp_path.iterdir())
 
