@@ -74,6 +74,7 @@ class Attend(Protocol):
 _FOREIGN = ("s_aux", "position_bias", "head_mask")
 
 
+@torch.compiler.disable  # plans are made by numpy and kernels are compiled already
 def _registered_attention(
     module: nn.Module,
     query: torch.Tensor,

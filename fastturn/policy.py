@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastturn import lora, models
+from fastturn import body, lora, models
 from fastturn.attention import Attend, Backend, TreeAttention
 from fastturn.config import Config, ConfigError
 from fastturn.kernels import SurrogateOutput, linear_logprob, turn_surrogate
@@ -94,6 +94,7 @@ class Policy(nn.Module):
         if config.model.lora_rank:
             lora.adapt(model, models.blocks(model), config)
         policy = cls(model, config.attention)
+        body.prepare(policy.model, config.model.kernels)
         if config.model.gradient_checkpointing:
             policy.checkpoint_activations()
         return policy

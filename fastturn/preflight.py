@@ -26,6 +26,7 @@ def preflight(config: Config) -> None:
     check_trackers(config.trackers)
     check_context(config.context, config.model.max_context)
     check_device(config)
+    check_kernels(config)
     check_model(config)
     if config.model.lora_rank and importlib.util.find_spec("peft") is None:
         raise ConfigError(
@@ -47,6 +48,24 @@ def check_device(config: Config) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("device='cuda': torch finds no CUDA device here; set device=auto")
+
+
+def check_kernels(config: Config) -> None:
+    """The package and the device of Liger's kernels are here."""
+    if config.model.kernels != "liger":
+        return
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "model.kernels=liger: the package liger-kernel is not installed; run: "
+            'pip install "fastturn[liger]", or set model.kernels=compile or plain'
+        )
+    import torch
+
+    if config.device == "cpu" or not torch.cuda.is_available():
+        raise ConfigError(
+            "model.kernels=liger: its kernels run on CUDA and the device of this run is a CPU; "
+            "set model.kernels=compile or plain"
+        )
 
 
 def check_model(config: Config) -> None:
