@@ -23,6 +23,7 @@ from typing import Any
 
 # (prompt, n, max_tokens, temperature, stop ids, cache salt) -> ids and log-probabilities of each
 Draw = Callable[[list[int], dict[str, Any], str], list[tuple[list[int], list[float]]]]
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Fake:
     draw: Draw | None = None
     rpc: Callable[[str, list[Any]], Any] = lambda method, args: {"ok": True}
     clear: Callable[[], None] = lambda: None  # of the prefix cache
+    adapt: Callable[[str], None] = lambda folder: None  # of an adapter that is loaded in place
+    adapters: set[str] = field(default_factory=set)  # by name, served beside the model
     weight_version: str = "default"
     paused: bool = False
     faults: deque[str] = field(default_factory=deque)
@@ -141,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             "parallel_config": {"worker_extension_cls": "fastturn_vllm_worker.WeightExtension"},
             "weight_transfer_config": None,
         }
-        routes = ["/collective_rpc", "/update_weight_version", "/v1/completions"]
+        routes = ["/collective_rpc", "/update_weight_version", "/v1/completions", LOAD_ADAPTER]
         answers: dict[str, Any] = {
             "/v1/models": {"data": [{"id": fake.model, "max_model_len": fake.max_model_len}]},
             "/version": {"version": fake.version},
@@ -169,6 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, {"status": "paused" if fake.paused else "resumed"})
         elif path == "/collective_rpc":
             self._send(200, {"results": [fake.rpc(body["method"], body["args"])]})
+        elif path == LOAD_ADAPTER:
+            fake.adapt(body["lora_path"])
+            fake.adapters.add(body["lora_name"])
+            self._send(200, None)
         elif path == "/update_weight_version":
             fake.weight_version = body["new_version"]
             self._send(200, {})
@@ -221,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> tuple[int, Any] | None:
         """What the real server refuses, in its words."""
         fake = self.state
-        if body.get("model") != fake.model:
+        if body.get("model") not in {fake.model, *fake.adapters}:
             return 404, _error(f"The model `{body.get('model')}` does not exist.")
         if max(prompt) >= fake.vocabulary:
             return 400, _error(f"Token id {max(prompt)} is out of vocabulary")

@@ -41,7 +41,7 @@ WARNING = (
 _SCALE_OUT_SINCE = (0, 30)  # the release that put /inference/v1/generate behind a flag
 # Widths of attention heads in vLLM's CPU kernels. It finds out at the first request, and dies.
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_LORA_RANK = 64  # largest rank that the server makes room for
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _STOP_S = 10.0  # patience between asking a server to stop and killing it
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _STABLE_S = 600.0  # a server that lived this long starts with a fresh count of restarts
@@ -161,7 +161,7 @@ def serve_command(
         argv += ["--worker-extension-cls", EXTENSION]
         env["PYTHONPATH"] = str(extension_folder())
     elif carrier == "lora":
-        argv += ["--enable-lora", "--max-lora-rank", str(_LORA_RANK)]
+        argv += ["--enable-lora", "--max-lora-rank", str(_room(config.model.lora_rank))]
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     else:
         argv += ["--weight-transfer-config", json.dumps({"backend": carrier})]
@@ -169,6 +169,19 @@ def serve_command(
         argv += ["--enable-sleep-mode"]
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return ServeCommand(tuple(argv), env, host, port)
+
+
+def _room(rank: int) -> int:
+    """The least rank that servers offer and adapters of `rank` fit in; 0 (no adapters) is refused.
+
+    Example: rank 24 needs 32.
+    """
+    if not 0 < rank <= _LORA_RANKS[-1]:
+        raise ConfigError(
+            f"model.lora_rank={rank}: a server with adapters takes ranks from 1 to "
+            f"{_LORA_RANKS[-1]}; set model.lora_rank to that of the run, or --carrier file"
+        )
+    return next(size for size in _LORA_RANKS if size >= rank)
 
 
 def _cache() -> Path:
@@ -194,8 +207,8 @@ def extension_folder() -> Path:
 
 def served_model(config: Config) -> str:
     """What to serve: the model folder or hub id of the recipe; for a recipe that builds its own
-    model, that model saved in the cache (its weights do not matter, the first publish replaces
-    them; its shape and its tokenizer do)."""
+    model, that model saved in the cache, as the trainer builds it. (Adapters are added to its
+    weights; carriers of whole weights replace them.)"""
     from fastturn import models
 
     if config.model.path:

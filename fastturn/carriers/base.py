@@ -33,11 +33,14 @@ class Carrier(Protocol):
     `send(weights, version, servers)`: `weights` are (name, tensor) pairs in checkpoint format, all
     parameters of the model; afterwards every server holds them, stamped `str(version)`, and takes
     requests. On failure `EngineError`; the message says what state each server is in.
+    `close()`: let go of what was kept for the next publish; servers keep the weights they have.
     """
 
     name: str
 
     def send(self, weights: Weights, version: int, servers: Sequence[Server]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Refused(EngineError):

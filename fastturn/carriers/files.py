@@ -100,6 +100,9 @@ class FileCarrier:
         finally:
             path.unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
 
 def _check_answers(server: Server, answers: Sequence[Any]) -> None:
     """Raise what the workers say: `Refused` when none of them changed anything, else

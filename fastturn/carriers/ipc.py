@@ -141,6 +141,9 @@ class IpcCarrier:
             self._initialise(servers)
             exchange(servers, version, lambda paused: self._move(paused, pairs), self.timeout_s)
 
+    def close(self) -> None:
+        """Nothing is kept: the buffer lives as long as a publish."""
+
     def _send_asleep(
         self, pairs: list[tuple[str, torch.Tensor]], version: int, servers: Sequence[Server]
     ) -> None:

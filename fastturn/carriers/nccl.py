@@ -71,16 +71,12 @@ class NcclCarrier:
                 servers, version, lambda paused: self._move(paused, pairs, metas), self.timeout_s
             )
         except EngineError:
-            self._leave()  # workers may be stuck in a broadcast: the next publish meets anew
+            self.close()  # workers may be stuck in a broadcast: the next publish meets anew
             raise
 
     def close(self) -> None:
-        """Leave the group."""
-        group, self._group, self._store = self._group, None, None
-        if group is not None:
-            group.close()
-
-    def _leave(self) -> None:
+        """Leave the group, without the workers: a communicator that is destroyed waits for those on
+        the same machine, which stay in it."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.abort()
@@ -118,7 +114,7 @@ class NcclCarrier:
                 if meeting.result()[0] is not None:
                     raise first_of(meeting.result())
         except (RuntimeError, ValueError) as error:
-            self._leave()
+            self.close()
             if isinstance(error, EngineError):
                 raise
             message = f"{error}; nothing was published"

@@ -48,8 +48,6 @@ class Group(Protocol):
 
     def broadcast(self, bytes_N: torch.Tensor) -> Ticket: ...
 
-    def close(self) -> None: ...
-
     def abort(self) -> None:
         """Leave without waiting for the peers."""
         ...
@@ -152,7 +150,6 @@ class _Library:
             "ncclCommInitRank": [ctypes.POINTER(pointer), number, _UniqueId, number],
             "ncclAllReduce": [pointer, pointer, count, number, number, pointer, pointer],
             "ncclBroadcast": [pointer, pointer, count, number, number, pointer, pointer],
-            "ncclCommDestroy": [pointer],
             "ncclCommAbort": [pointer],
         }
         self._calls = {name: getattr(library, name) for name in signatures}
@@ -205,10 +202,6 @@ class NcclGroup:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
-
-    def close(self) -> None:
-        self._stream.synchronize()
-        self._nccl.call("ncclCommDestroy", self._comm)
 
     def abort(self) -> None:
         self._nccl.call("ncclCommAbort", self._comm)

@@ -101,6 +101,8 @@ class VllmSampler:
         self.fleet.close()
         for member in self.fleet.members:
             member.server.close()
+        if self.carrier is not None:
+            self.carrier.close()
 
     # Publishing
 

@@ -42,9 +42,9 @@ class Served:
     """The recipe's model behind a stand-in; `left` sampling requests until it is away."""
 
     def __init__(self, config: Config) -> None:
-        folder = served_model(config)
-        named = replace(config, model=replace(config.model, path=folder))
-        self.policy, _ = Policy.load(named)
+        model = replace(config.model, path=served_model(config), lora_rank=0)
+        self.config = replace(config, model=model)
+        self.policy, _ = Policy.load(self.config)
         self.lock, self.left = threading.Lock(), 10**9
         vocabulary = len(self.policy.head().weight_VD)
         self.fake = Fake(vocabulary=vocabulary, draw=self.draw, rpc=self.load)
@@ -57,7 +57,7 @@ class Served:
     def draw(
         self, prompt: list[int], sampling: dict[str, Any], salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        seeds = tuple(np.random.default_rng().integers(0, 2**62, sampling["n"]).tolist())
+        seeds = self.seeds(prompt, sampling["n"])
         asked = [Request(np.array(prompt, np.int32), sampling["max_tokens"], seeds)]
         params = SamplingParams(sampling["temperature"], tuple(sampling["stop_token_ids"]))
         with self.lock:
@@ -65,6 +65,10 @@ class Served:
             self.left -= 1
             self.available(self.left > 0)
         return [(done.action_A.tolist(), done.logprob_A.tolist()) for done in group]
+
+    def seeds(self, prompt: list[int], n: int) -> tuple[int, ...]:
+        """New ones for every request."""
+        return tuple(np.random.default_rng().integers(0, 2**62, n).tolist())
 
     def available(self, yes: bool) -> None:
         self.fake.healthy, self.fake.always = yes, "" if yes else "drop"

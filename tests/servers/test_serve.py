@@ -61,14 +61,22 @@ def test_options_follow_the_release(release, there):
             ['--weight-transfer-config {"backend": "ipc"}', "--enable-sleep-mode"],
             ["VLLM_ALLOW_INSECURE_SERIALIZATION"],
         ),
-        ("lora", ["--enable-lora --max-lora-rank"], ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]),
+        ("lora", ["--enable-lora --max-lora-rank 32"], ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]),
     ],
 )
 def test_each_carrier_brings_its_options(carrier, words, variables):
-    command = serve_command(quickstart(), "m", carrier=carrier)
+    config = override(quickstart(), ["model.lora_rank=24"])
+    command = serve_command(config, "m", carrier=carrier)
     line = " ".join(command.argv)
     assert all(word in line for word in words)
     assert set(command.env) == {"VLLM_SERVER_DEV_MODE", *variables}
+
+
+@pytest.mark.parametrize("rank", [0, 513])
+def test_ranks_that_no_server_takes_are_refused(rank):
+    config = override(quickstart(), [f"model.lora_rank={rank}"])
+    with pytest.raises(ConfigError, match=rf"model\.lora_rank={rank}: .* from 1 to 512"):
+        serve_command(config, "m", carrier="lora")
 
 
 def test_the_printed_line_is_one_that_a_shell_understands():
