@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -225,10 +224,19 @@ def _parse(key: str, text: str, hint: Any) -> Any:
             return text.lower() in ("true", "1")
         raise ConfigError(f"{key}={text!r}: expected true or false")
     try:
-        return hint(text)
+        return _whole(text) if hint is int else hint(text)
     except ValueError:
-        name = hint.__name__ if not isinstance(hint, types.UnionType) else str(hint)
-        raise ConfigError(f"{key}={text!r}: expected a value of type {name}") from None
+        raise ConfigError(f"{key}={text!r}: expected a value of type {hint.__name__}") from None
+
+
+def _whole(text: str) -> int:
+    """An integer, which 1e4 is as well; raises `ValueError` for anything else."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():
+            raise
+        return int(float(text))
 
 
 POSITIVE = (

@@ -152,6 +152,16 @@ def check_number(name: str, value: float, low: float, *, open_low: bool = False)
         raise ValueError(f"{name}: expected a finite number {sign} {low}, got {value}")
 
 
+def check_count(name: str, value: int, low: int) -> None:
+    """A whole number of at least `low`."""
+    given: object = value
+    if not isinstance(given, numbers.Integral) or value < low:
+        raise ValueError(
+            f"{name}: expected a whole number >= {low}, got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+
+
 def check_bias(bias_V: Tensor) -> None:
     """No NaN and no +inf; -inf forbids an id."""
     allowed_V = bias_V.detach() < torch.inf

@@ -79,8 +79,15 @@ def _check(
     for name, x in (("k_TKE", k_TKE), ("v_TKE", v_TKE)):
         if x.dtype != q_THE.dtype:
             raise ValueError(f"{name}: expected {q_THE.dtype} like q_THE, got {x.dtype}")
+    if not (heads and width):
+        raise ValueError(
+            f"q_THE: expected at least one head of at least one number, got {heads} "
+            f"heads of {width}"
+        )
     if plan is None:
         check_index("end_T", end_T, (tokens,), q_THE)
+    elif not isinstance(plan, TreePlan):
+        raise ValueError(f"plan: expected a TreePlan, got {type(plan).__name__}")
     if not k_TKE.shape[1] or heads % k_TKE.shape[1]:
         raise ValueError(
             f"q_THE: expected a multiple of the {k_TKE.shape[1]} key heads, got {heads} query heads"

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dispatch import check_index, check_number
+from .dispatch import check_count, check_index
 
 BLOCK = 64  # queries of a tile of a larger tree
 SMALL = 128  # trees up to this many tokens are one tile
@@ -94,7 +94,7 @@ class TreePlan:
             check_index("position_T", position_T, (self.tokens,), end_T)
             position = position_T.cpu().numpy()
         if window is not None:
-            check_number("window", window, 1)
+            check_count("window", window, 1)
         self._end = np.append(end, 0)
         self._position = np.append(position, 0)
         self._derived: dict[object, Any] = {}

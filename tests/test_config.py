@@ -44,7 +44,7 @@ def test_every_key_is_documented_with_its_default():
     assert documented() == {key: plain(value) for key, _, value in fields(Config())}
 
 
-def test_at_most_sixty_four_keys():
+def test_at_most_sixty_eight_keys():
     keys = [key for key, _, _ in fields(Config())]
     assert len(keys) == len(set(keys)) <= 68
 
@@ -74,6 +74,8 @@ def test_round_trip_of_unusual_values():
     ("pair", "value"),
     [
         ("iterations=3", 3),
+        ("iterations=1e3", 1000),
+        ("seed=9007199254740993", 9007199254740993),
         ("optim.lr=3e-4", 3e-4),
         ("optim.weight_decay=0", 0.0),
         ("model.gradient_checkpointing=true", True),
@@ -125,6 +127,7 @@ def test_an_unknown_key_names_the_nearest(key, nearest):
         (["iterations"], "'iterations': expected key=value"),
         (["iterations=many"], "iterations='many': expected a value of type int"),
         (["iterations=1.5"], "iterations='1.5': expected a value of type int"),
+        (["iterations=inf"], "iterations='inf': expected a value of type int"),
         (["optim.lr=fast"], "optim.lr='fast': expected a value of type float"),
         (["loss.normalize_std=maybe"], "loss.normalize_std='maybe': expected true or false"),
         (["model.dtype=float8"], "model.dtype='float8': expected one of float32, bfloat16"),
