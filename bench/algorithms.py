@@ -2,9 +2,11 @@
 
     .venv/bin/python scripts/bench algorithms --no-record                        # small, both tasks
     .venv/bin/python scripts/bench algorithms rtpo grpo grpo/full_history --task workshop
+    .venv/bin/python scripts/bench algorithms {rtpo,grpo}" optim.lr="{5e-4,1e-3} --seeds 10-11
 
-Runs are recorded one by one in results/races.jsonl and never repeated, so a long comparison can be
-made in pieces (`--limit-s`). The table holds every recorded run of the task and budget, whichever
+An entrant is named as the table names it: the algorithm, then the settings that it differs by. Runs
+are recorded one by one in results/races.jsonl and never repeated, so a long comparison can be made
+in pieces (`--limit-s`). The table holds every recorded run of the task, seeds and budget, whichever
 entrants were named: means over seeds with 95 % bootstrap intervals, and the difference to the first
 entrant within seeds.
 """
@@ -15,12 +17,14 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fastturn.algorithms import ALGORITHMS
+from fastturn.config import ConfigError
 
 from .command import one_of, options, parser
 from .races import RACES, SHOWN, TASKS, Budget, Race, Result, missing, raced, record, recorded
@@ -133,26 +137,50 @@ def plotted(results: Sequence[Result], path: Path) -> None:
 
 def races(args: argparse.Namespace, task: str) -> list[Race]:
     """Seeds outside: a slow spell of the machine hits all alike."""
-    budget = Budget(args.rollouts, args.seconds)
-    settings = tuple(args.set)
+    budget = Budget(args.rollouts, args.seconds, args.evaluations)
     return [
         Race(task, name, settings, seed, args.warm_steps, budget)
-        for seed in range(args.seeds)
-        for name in args.names
+        for seed in args.seeds
+        for name, settings in args.entrants
     ]
+
+
+def entrant(text: str) -> tuple[str, tuple[str, ...]]:
+    """Algorithm and settings. Example: "rtpo optim.lr=1e-3" is ("rtpo", ("optim.lr=1e-3",))."""
+    name, *settings = text.split()
+    return one_of("entrant", ENTRANTS)(name), tuple(settings)
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """Example: "3" is (0, 1, 2), "10-12" is (10, 11, 12)."""
+    first, dash, last = text.partition("-")
+    try:
+        found = range(int(first), int(last) + 1) if dash else range(int(first))
+    except ValueError:
+        found = range(0)
+    if not found or found[0] < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected how many seeds (5: 0 to 4), or the first and the last (10-14)"
+        )
+    return tuple(found)
 
 
 def arguments() -> argparse.ArgumentParser:
     found = parser("algorithms", __doc__, repeats=1)
     found.add_argument(
-        "names", nargs="*", type=one_of("entrant", ENTRANTS), help="the first is the measure"
+        "entrants",
+        nargs="*",
+        type=entrant,
+        default=[entrant("grpo"), entrant("rtpo")],
+        metavar="'NAME KEY=VALUE ...'",
+        help="default: grpo rtpo; the first is the measure",
     )
     found.add_argument("--task", choices=TASKS, action="append", help=f"default: {SHOWN}")
-    found.add_argument("--seeds", type=int, default=2)
+    found.add_argument("--seeds", type=seeds, default=(0, 1), help="how many, or FIRST-LAST")
     found.add_argument("--rollouts", type=int, default=4800, help="0: only --seconds ends a run")
     found.add_argument("--seconds", type=float, default=0.0, help="device-seconds; 0: no limit")
     found.add_argument("--warm-steps", type=int, default=300)
-    found.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    found.add_argument("--evaluations", type=int, default=5, help="on the way, evenly")
     found.add_argument("--limit-s", type=float, default=math.inf, help="begin no run after it")
     found.add_argument("--plot", type=Path, help="folder for a picture of each task")
     return found
@@ -163,10 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options(parsed, argv)
     if not (args.rollouts or args.seconds):
         parsed.error("--rollouts 0 --seconds 0: a run would never end; give one of them")
-    args.names = args.names or ["grpo", "rtpo"]
     begun_s = time.perf_counter()
-    for task in args.task or SHOWN:
-        wanted = races(args, task)
+    plans = {task: races(args, task) for task in args.task or SHOWN}
+    try:
+        for race in chain(*plans.values()):
+            race.config()  # all of them, before the first is run
+    except ConfigError as error:
+        parsed.error(str(error))
+    for task, wanted in plans.items():
         known = [] if args.no_record else recorded(RACES)
         for race in missing(wanted, known):
             if time.perf_counter() - begun_s > args.limit_s:
@@ -176,13 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.no_record:
                 record(known[-1])
             print(said(known[-1]), flush=True)
-        shown(task, [r for r in known if _alike(r.race, wanted[0])], wanted[0].name, args.plot)
+        table = {_table(race) for race in wanted}
+        shown(task, [r for r in known if _table(r.race) in table], wanted[0].name, args.plot)
     return 0
 
 
-def _alike(race: Race, other: Race) -> bool:
-    """Whether both belong in one table."""
-    return (race.task, race.warm_steps, race.budget) == (other.task, other.warm_steps, other.budget)
+def _table(race: Race) -> tuple[object, ...]:
+    """What the runs of one table have in common, whoever runs."""
+    return race.task, race.seed, race.warm_steps, race.budget
 
 
 def said(result: Result) -> str:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from fastturn import trainer
+from fastturn.config import Config, override
 from fastturn.evaluate import Evaluation
+from fastturn.recipes import quickstart
 from fastturn.run import Run
 
 from .full_history import FullHistory
@@ -38,6 +40,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }
+TRAINING = ("optim.", "loss.", "algorithm_options=")  # settings that no warm start reads
 SHOWN = ("calculator", "workshop")  # what is compared when no task is named
 # What the time of a span is spent on; the rest of an iteration is "other".
 PARTS = {
@@ -90,6 +93,16 @@ class Race:
         """How a table calls it. Example: "rtpo optim.lr=1e-3"."""
         return " ".join((self.entrant, *self.settings))
 
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """All that it sets beyond the recipe, the algorithm excepted."""
+        fixed = (f"seed={self.seed}", f"data.eval_tasks={self.budget.eval_tasks}")
+        return (*TASKS[self.task], *fixed, *self.settings)
+
+    def config(self) -> Config:
+        """`ConfigError` for settings that cannot work."""
+        return override(quickstart(), (f"algorithm={self.algorithm}", *self.pairs))
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -113,11 +126,10 @@ class Result:
 @contextmanager
 def warmed(race: Race) -> Iterator[Run]:
     """An open run with the warm policy of the race's seed."""
-    fixed = (f"seed={race.seed}", f"data.eval_tasks={race.budget.eval_tasks}")
-    pairs = (*TASKS[race.task], *fixed, *race.settings)
     endless = ("warm.steps=0", "iterations=100000")
-    with opened((f"algorithm={race.algorithm}", *pairs, *endless)) as run:
-        run.policy.load_state_dict(warm_weights(race.warm_steps, pairs))
+    with opened((f"algorithm={race.algorithm}", *race.pairs, *endless)) as run:
+        before = tuple(pair for pair in race.pairs if not pair.startswith(TRAINING))
+        run.policy.load_state_dict(warm_weights(race.warm_steps, before))
         trainer.warm_start(run)  # no steps, but from here on it trains
         if race.entrant.endswith("/full_history"):
             run.learner = FullHistory(run)

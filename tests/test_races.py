@@ -194,7 +194,54 @@ def test_a_budget_is_spent_by_what_is_used_up_first(spent, share):
     assert Budget(rollouts=4800, seconds=10.0).spent(*spent) == share
 
 
-def test_a_run_that_would_never_end_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo", "--rollouts", "0"], "would never end"),
+        (["grop"], "unknown entrant grop: expected any of rtpo"),
+        (["grpo optim.rate=1"], "unknown key 'optim.rate'"),
+        (["grpo", "rtpo group_size=2"], "group_size=2: rtpo needs at least 3"),
+        (["--seeds", "4-3"], r"expected how many seeds (5: 0 to 4), or the first and the last"),
+        (["--seeds", "few"], "'few': expected how many seeds"),
+        (["--seeds", "0"], "'0': expected how many seeds"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(capsys, monkeypatch, words, message):
+    monkeypatch.setattr(algorithms, "raced", lambda race: pytest.fail("it ran"))
     with pytest.raises(SystemExit):
-        algorithms.main(["grpo", "--rollouts", "0", "--no-record"])
-    assert "would never end" in capsys.readouterr().err
+        algorithms.main([*words, "--no-record"])
+    assert message in capsys.readouterr().err
+
+
+def test_entrants_and_seeds_are_those_that_are_named(capsys, monkeypatch):
+    ran = []
+
+    def raced(race: Race) -> Result:
+        ran.append((race.name, race.seed))
+        return replace(result("rtpo", race.seed, 0.5), race=race)
+
+    monkeypatch.setattr(algorithms, "raced", raced)
+    named = ["rtpo optim.lr=1e-3", "grpo"]
+    options = ["--task", "workshop", "--seeds", "10-11", "--no-record"]
+    assert algorithms.main([*named, *options]) == 0
+    assert ran == [(name, seed) for seed in (10, 11) for name in named]
+    shown = capsys.readouterr().out
+    assert "| rtpo optim.lr=1e-3 (2) |" in shown and "| grpo (2) |" in shown
+    assert algorithms.seeds("3") == (0, 1, 2)
+
+
+def test_one_warm_start_serves_all_rates(monkeypatch):
+    """What only training reads is no part of what the warm start is known by."""
+    asked = []
+
+    def weights(steps, pairs):
+        asked.append((steps, pairs))
+        raise InterruptedError
+
+    monkeypatch.setattr(races, "warm_weights", weights)
+    for settings in ((), ("optim.lr=1e-3",), ("loss.epochs=2", "optim.beta2=0.9")):
+        one = Race("workshop", "grpo", settings, 0, 20, BUDGET)
+        with pytest.raises(InterruptedError), races.warmed(one):
+            pass
+    assert len(set(asked)) == 1
+    assert races.TASKS["workshop"][0] in asked[0][1] and "seed=0" in asked[0][1]
