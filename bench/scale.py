@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastturn.config import Config, Dist, Model, Rollouts
@@ -331,6 +331,28 @@ def memory() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return heads, rows
 
 
+def heads() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A head that is gathered against one that is split over 8 ranks. Every second token of a
+    micro-batch has an action behind it."""
+    titles = ("model", "gathered and reduced, GB", "split, GB", "equal at tokens a rank")
+    titles += ("step, GiB", "step with `split_head`, GiB")
+    rows = []
+    for it in SUBJECTS:
+        table = it.shape.vocabulary * it.shape.width
+        whole = (BFLOAT16 + FLOAT32) * table
+        # Hidden states in bfloat16 once, their float32 gradient reduced and gathered; a tied
+        # embedding's rows in bfloat16, there and back.
+        token = it.shape.width * (0.5 * (BFLOAT16 + 2 * FLOAT32) + it.shape.tied * 2 * BFLOAT16)
+        split = 8 * WORK.micro_batch * token
+        steps = []
+        for config in (_config(), replace(_config(), dist=Dist(split_head=True))):
+            uses = step_gib(config, it.shape, 8, WORK.micro_batch, WORK.micro_batch // 2)
+            steps.append(sum(uses.values()))
+        cells = [number(size / 1e9) for size in (whole, split)] + [f"{whole / token / 8:.0f}"]
+        rows.append((it.name, *cells, *map(number, steps)))
+    return titles, rows
+
+
 def sizes() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = ("model", "GPUs", "of", "trainer GPUs + servers", "in flight on each", "decode, s")
     heads += ("train, s", "publish, s", "serial, s", "overlapped, s", "over the longer")
@@ -356,6 +378,7 @@ TABLES: dict[str, Table] = {
     "models": models,
     "memory": memory,
     "traffic": traffic,
+    "heads": heads,
     "publishing": publishing,
     "sizes": sizes,
 }

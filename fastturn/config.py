@@ -123,6 +123,7 @@ class Dist:
 
     shard_ranks: int = 0  # ranks that share one copy of the weights; 0: all of them
     cpu_offload: bool = False  # shards, gradients and moments wait in host memory
+    split_head: bool = False  # ranks keep their rows of the head; hidden states travel instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +299,11 @@ def check(config: Config) -> Config:
         raise ConfigError(
             "rollout.carrier=lora: this run trains whole weights and has no adapter to send; set "
             "model.lora_rank=16 (or another rank), or rollout.carrier=file (one machine) or nccl"
+        )
+    if config.dist.split_head and config.dist.cpu_offload:
+        raise ConfigError(
+            "dist.split_head=true with dist.cpu_offload=true: a split head stays on its devices; "
+            "set one of them to false"
         )
     if config.loss.minibatches > config.tasks:
         raise ConfigError(

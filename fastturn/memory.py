@@ -82,23 +82,31 @@ class Setting(NamedTuple):
     checkpointing: bool
     fsdp: bool
     shards: int  # ranks that share one copy of the weights
+    split: bool  # the head's rows stay with their ranks
 
     @classmethod
     def of(cls, config: Config, ranks: int = 1) -> Setting:
+        fsdp = ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload
         return cls(
             device="cuda" if config.device == "cuda" else "cpu",
             compute=_compute_bytes(config),
             stored=2 if config.model.dtype == "bfloat16" else FLOAT32,
             rank=config.model.lora_rank,
             checkpointing=config.model.gradient_checkpointing,
-            fsdp=ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload,
+            fsdp=fsdp,
             shards=config.dist.shard_ranks or ranks,
+            split=config.dist.split_head and fsdp,
         )
 
     @property
     def inside(self) -> int:
         """Bytes of a number inside attention."""
         return FLOAT32 if self.device == "cpu" else self.compute
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that score each other's actions, each with its rows of the head."""
+        return self.shards if self.split else 1
 
 
 def kept_bytes(shape: Shape, setting: Setting) -> float:
@@ -169,28 +177,34 @@ def phases(shape: Shape, setting: Setting, tokens: int, rows: int) -> dict[str, 
     again = layer if setting.checkpointing else 0
     whole, trained = setting.rank == 0, setting.rank == 0
     table = shape.vocabulary * shape.width
+    rows_held = table / setting.sharers
     block = shape.block if whole else shape.adapters(setting.rank) / shape.layers
-    root = setting.fsdp * shape.embeddings * compute
+    root = setting.fsdp * (shape.embeddings - setting.split * table) * compute
+    used = root + setting.split * (compute < setting.stored) * rows_held * compute
     summed = FLOAT32 * (1 + 1 / setting.shards)  # float32 in, own share out
     matrices = shape.layers * shape.block if whole else shape.adapters(setting.rank)
     return {
         "loss": {
             "activations": tokens * (shape.layers * every + shape.width * (4 + compute * trained)),
-            "gathered weights": root,
-            "hidden states of actions": rows * shape.width * (compute + FLOAT32),
-            "gradient of the head": trained * table * FLOAT32,
-            "head in float32": (compute < FLOAT32 and setting.device == "cpu") * table * FLOAT32,
+            "gathered weights": used,
+            "hidden states of actions": rows
+            * shape.width
+            * (setting.sharers * (compute + FLOAT32) + setting.split * compute),
+            "gradient of the head": trained * rows_held * FLOAT32,
+            "head in float32": (compute < FLOAT32 and setting.device == "cpu")
+            * rows_held
+            * FLOAT32,
             "logits of a head chunk": _logits(shape, setting, rows),
         },
         "backward": {
             "activations": tokens * (shape.layers * every + again),
             "gradients of activations": tokens * compute * 2 * (_mlp(shape) + shape.width),
-            "gathered weights": root + setting.fsdp * 2 * shape.block * compute,
+            "gathered weights": used + setting.fsdp * 2 * shape.block * compute,
             "gradients that are summed": setting.fsdp * block * (compute + summed),
-            "gradient of the head": trained * (shape.tied or setting.fsdp) * table * compute,
+            "gradient of the head": trained * (shape.tied or setting.fsdp) * rows_held * compute,
         },
         "sum": {
-            "gathered weights": root,
+            "gathered weights": used,
             "gradients that are summed": trained * root * (1 + summed / compute),
         },
         "optimiser": {
@@ -247,7 +261,8 @@ def _trained_bytes(shape: Shape, setting: Setting) -> float:
 
 def _logits(shape: Shape, setting: Setting, rows: int) -> float:
     """The head's buffer: a power of two of rows within its limits, or all of them."""
-    fits = max(HEAD_BYTES[setting.device] // (shape.vocabulary * FLOAT32), HEAD_GRANULE)
+    vocabulary = -(-shape.vocabulary // setting.sharers)
+    fits = max(HEAD_BYTES[setting.device] // (vocabulary * FLOAT32), HEAD_GRANULE)
     most = min(1 << (fits.bit_length() - 1), HEAD_ROWS[setting.device])
-    needed = -(-rows // HEAD_GRANULE) * HEAD_GRANULE
-    return min(needed, most) * shape.vocabulary * FLOAT32
+    needed = -(-rows * setting.sharers // HEAD_GRANULE) * HEAD_GRANULE
+    return min(needed, most) * vocabulary * FLOAT32

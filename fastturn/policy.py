@@ -21,9 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastturn import body, lora, models
 from fastturn.attention import Attend, Backend, TreeAttention
 from fastturn.config import Config, ConfigError
-from fastturn.kernels import SurrogateOutput, linear_logprob, turn_surrogate
+from fastturn.kernels import SurrogateOutput
 from fastturn.loss import FUSED, Objective, surrogate_loss
 from fastturn.pack import PackedBatch
+from fastturn.vocabulary import Vocabulary, WholeVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model: Any = model
         self.backend = Backend(attention)
-        self.impl = "reference" if attention == "reference" else "auto"  # of the fused head
+        impl = "reference" if attention == "reference" else "auto"
+        self.vocabulary: Vocabulary = WholeVocabulary(impl)
         _check_model(model)
         _check_head(model)
         model.set_attn_implementation(models.ATTENTION)
@@ -133,7 +135,7 @@ class Policy(nn.Module):
             return surrogate_loss(*scores, batch, objective, reference_A)
         head = self.head()
         hidden_RD, weight_VD, row_A = self._rows(batch, head.weight_VD)
-        return turn_surrogate(
+        return self.vocabulary.surrogate(
             hidden_RD,
             weight_VD,
             batch.action_A,
@@ -148,7 +150,6 @@ class Policy(nn.Module):
             reference_A=reference_A,
             bias_V=head.bias_V,
             softcap=head.softcap,
-            impl=self.impl,
         )
 
     @torch.no_grad()
@@ -162,7 +163,7 @@ class Policy(nn.Module):
         """Log-probability and entropy [A] of every action, with a graph."""
         head = self.head()
         hidden_RD, weight_VD, row_A = self._rows(batch, head.weight_VD)
-        return linear_logprob(
+        return self.vocabulary.logprob(
             hidden_RD,
             weight_VD,
             batch.action_A,
@@ -170,7 +171,6 @@ class Policy(nn.Module):
             temperature=temperature / head.scale,
             bias_V=head.bias_V,
             softcap=head.softcap,
-            impl=self.impl,
         )
 
     def hidden(
@@ -206,13 +206,14 @@ class Policy(nn.Module):
             token_T, position_T = (x.new_zeros(1) for x in (token_T, position_T))
             end_T = position_T + 1
         attend = TreeAttention(end_T, position_T, self.backend, batch.plans)
-        if _is_plain_embedding(self.model.get_input_embeddings(), weight_VD):
-            embedded_TD, weight_VD = _Tied.apply(weight_VD, token_T)
+        if is_plain_embedding(self.model.get_input_embeddings(), weight_VD):
+            embedded_TD, held_VD = self.vocabulary.tied(weight_VD, token_T)
             inputs = {"inputs_embeds": embedded_TD.unsqueeze(0)}
         else:
+            held_VD = self.vocabulary.held(weight_VD)
             inputs = {"input_ids": token_T.unsqueeze(0)}
         hidden_TD = self._backbone(position_T, attend, **inputs)
-        return hidden_TD.index_select(0, row_T), weight_VD, row_A
+        return hidden_TD.index_select(0, row_T), held_VD, row_A
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -264,43 +265,10 @@ class WithoutAdapter:
             return self.policy.score(batch, temperature)
 
 
-def _is_plain_embedding(module: nn.Module, weight_VD: torch.Tensor) -> bool:
+def is_plain_embedding(module: nn.Module, weight_VD: torch.Tensor) -> bool:
     """Whether the module does no more than look up rows of this weight."""
     hooked = module._forward_hooks or module._forward_pre_hooks
     return type(module) is nn.Embedding and module.weight is weight_VD and not hooked
-
-
-class _Tied(torch.autograd.Function):
-    """One weight [V, D] as embedding and as head: (embedded_TD, weight_VD).
-
-    The gradients of the few embedded rows are added to the head's gradient where it lies. Left to
-    themselves, the two uses make a gradient [V, D] each, the embedding's almost all zeros: twice
-    the memory at what is often the peak. Where the head hands over the very tensor that it saved, a
-    second backward pass through one graph is refused by autograd, because the first wrote to it.
-
-    Example: V = 3, D = 1, tokens [2, 2] with gradients [1, 2], head gradient [0, 1, 1]: [0, 1, 4].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight_VD: torch.Tensor, token_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(token_T)
-        embedded_TD = nn.functional.embedding(token_T, weight_VD)
-        return embedded_TD, weight_VD.view_as(weight_VD)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, dembedded_TD: torch.Tensor, dweight_VD: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        (token_T,) = ctx.saved_tensors
-        id_N, place_T = torch.unique(token_T, return_inverse=True)
-        # Each row is added once, in one order: the sum is the same bits in every run.
-        sum_ND = torch.ops.aten.embedding_dense_backward(
-            dembedded_TD, place_T, len(id_N), -1, False
-        )
-        return dweight_VD.index_add_(0, id_N, sum_ND), None
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:

@@ -49,7 +49,7 @@ RESUMABLE = {
     *("iterations", "eval_every", "save.every", "save.keep", "trackers", "recipe"),
     *("rollout.urls", "rollout.carrier"),
     *("rollout.overlap", "rollout.concurrency", "rollout.deadline_s", "rollout.patience_s"),
-    *("dist.shard_ranks", "dist.cpu_offload"),
+    *("dist.shard_ranks", "dist.cpu_offload", "dist.split_head"),
 }
 
 TOKENIZER_EPISODES = 400  # demonstrations that a small model's tokenizer is made from
@@ -358,8 +358,13 @@ def _build(
 
 
 def _sharded(policy: Policy, config: Config, world: World) -> Policy:
-    mixed = config.model.dtype == "mixed"
-    return shard(policy, world, mixed=mixed, cpu_offload=config.dist.cpu_offload)
+    return shard(
+        policy,
+        world,
+        mixed=config.model.dtype == "mixed",
+        cpu_offload=config.dist.cpu_offload,
+        split_head=config.dist.split_head,
+    )
 
 
 def _make_tokenizer(config: Config, domain: Domain, folder: Path) -> None:

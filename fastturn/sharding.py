@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,25 +22,32 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fastturn import lora
 from fastturn.config import ConfigError
 from fastturn.dist import World
 from fastturn.models import blocks
-from fastturn.policy import Policy
+from fastturn.policy import Policy, is_plain_embedding
+from fastturn.vocabulary import SplitVocabulary
 
 
 def shard(
-    policy: Policy, world: World, *, mixed: bool = False, cpu_offload: bool = False
+    policy: Policy,
+    world: World,
+    *,
+    mixed: bool = False,
+    cpu_offload: bool = False,
+    split_head: bool = False,
 ) -> Policy:
     """Split the weights over the ranks of `world.mesh` in place; without a mesh they stay whole.
 
     `mixed`: what is gathered is bfloat16; shards, reduced gradients and moments stay float32.
-    `cpu_offload`: shards, gradients and moments stay in host memory between uses.
+    `cpu_offload`: shards, gradients and moments stay in host memory between uses. `split_head`: the
+    head is never gathered (`vocabulary.py`); not with `cpu_offload`.
     All ranks must hold the same weights, best in host memory: blocks move to the device one by one.
-    Returns `policy`. Raises `ConfigError` for options that
-    need a mesh where there is none.
+    Returns `policy`. Raises `ConfigError` for options that need a mesh where there is none, and for
+    a split head that is tied to an embedding of another kind.
     """
     if world.mesh is None:
         if mixed or cpu_offload:
@@ -57,14 +65,40 @@ def shard(
     )
     pinned = world.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    apart = {_split(policy, world.mesh, mixed)} if split_head else None
     for unit in (*blocks(policy.model), policy):
-        fully_shard(unit, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            unit,
+            mesh=world.mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            ignored_params=apart,
+        )
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(policy, "score")
     return policy
+
+
+def _split(policy: Policy, mesh: DeviceMesh, mixed: bool) -> nn.Parameter:
+    """Give the head's weight, wherever the model holds it, to its ranks by rows; returns it."""
+    weight, embedding = policy.head().weight_VD, policy.model.get_input_embeddings()
+    if embedding.weight is weight and not is_plain_embedding(embedding, weight):
+        raise ConfigError(
+            f"dist.split_head=true: the head is tied to a {type(embedding).__name__}, which does "
+            f"more than look up rows; set dist.split_head=false"
+        )
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    rows = distribute_tensor(weight.detach(), mesh, placements, src_data_rank=None)
+    split = nn.Parameter(rows, weight.requires_grad)
+    for module in (embedding, policy.model.get_output_embeddings()):
+        if module.weight is weight:
+            module.weight = split
+    dtype = torch.bfloat16 if mixed else weight.dtype
+    policy.vocabulary = SplitVocabulary.over(mesh, len(weight), dtype)
+    return split
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

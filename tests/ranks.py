@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_overlap import OneByOne
-from test_policy import OBJECTIVE, REFERENCE, V, tiny
+from test_policy import OBJECTIVE, REFERENCE, V, Wide, tiny
 from test_trainer import small
 
 from fastturn import checkpoint, engines, lora, models, trainer
 from fastturn.config import Config, Optim, Sampling, Warm, override
 from fastturn.dist import DistError, EveryRank, LeaderOnly, World, mesh_shape, open_world
 from fastturn.learner import Learner
+from fastturn.loss import Objective
 from fastturn.optim import Optimizers, training_optimizer, warm_optimizer
 from fastturn.pack import PackedBatch, pack
 from fastturn.play import Unmetered
@@ -40,12 +41,15 @@ from fastturn.types import Boundary, Completion, Credit, Ending, Stop, Trajector
 
 STEPS = 10
 FAMILIES = ("qwen3", "llama", "qwen3+lora", "llama+lora")  # tied head, head of its own
+SPLIT = (*FAMILIES, "phi-head-bias")
 CUTS = ("3-7 in 1", "3-7 in 2", "3-7 in 4", "all-none in 1", "none-all in 2")
+TRUNCATE = replace(OBJECTIVE, surrogate="truncate")
 CONFIG = Config(sampling=Sampling(temperature=OBJECTIVE.temperature), pack_tokens=60)
 OPTIMISERS: dict[str, Callable[[torch.nn.Module], Optimizers]] = {
     "adamw": lambda model: training_optimizer(model, Optim(lr=1e-3, warmup_steps=3)),
     "lora": lambda model: training_optimizer(model, Optim(lr=1e-3)),
     "muon": lambda model: warm_optimizer(model, Warm(steps=20, lr=1e-3, muon_lr=0.02)),
+    "split": lambda model: training_optimizer(model, Optim(lr=1e-3, warmup_steps=3)),
 }
 
 
@@ -81,11 +85,13 @@ def cut(name: str, rank: int) -> list[PackedBatch]:
     return [pack(part, 10_000)[0] if part else empty() for part in parts]
 
 
-def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, torch.Tensor]:
+def gradients(
+    policy: Policy, batches: Sequence[PackedBatch], objective: Objective = OBJECTIVE
+) -> dict[str, torch.Tensor]:
     policy.zero_grad()
     for batch in batches:
         reference_A = torch.full_like(batch.behavior_A, REFERENCE)
-        policy(batch, OBJECTIVE, reference_A).loss.backward()
+        policy(batch, objective, reference_A).loss.backward()
     parameters = policy.model.named_parameters()
     return {n: whole(p.grad).clone() for n, p in parameters if p.requires_grad}
 
@@ -101,16 +107,23 @@ def adapted(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model
 
 
-def policy_of(family: str, world: World, checkpointing: bool = False) -> Policy:
+def policy_of(
+    family: str,
+    world: World,
+    checkpointing: bool = False,
+    split_head: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Policy:
     name, plus, _ = family.partition("+")
-    policy = Policy(adapted(name) if plus else tiny(name, torch.float32)).train()
+    policy = Policy((adapted if plus else tiny)(name, dtype)).train()
     if checkpointing:
         policy.checkpoint_activations()
-    return shard(policy, world)
+    return shard(policy, world, split_head=split_head)
 
 
 def learner_of(name: str, world: World, out: Path) -> Learner:
-    policy = policy_of("qwen3+lora" if name == "lora" else "qwen3", world)
+    family = "qwen3+lora" if name == "lora" else "qwen3"
+    policy = policy_of(family, world, split_head=name == "split")
     optimizers = OPTIMISERS[name](policy.model)
     return Learner(policy, optimizers, CONFIG, Unmetered(), out, world=world)
 
@@ -158,7 +171,8 @@ def sharded(world: World, found: dict[str, Any]) -> None:
                 found[f"{family} {checkpointing} {name}"] = gradients(policy, cut(name, world.rank))
     shape, names = mesh_shape(2, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    policy = policy_of("qwen3", replace(world, mesh=mesh))
+    replicas = replace(world, mesh=mesh)
+    policy = policy_of("qwen3", replicas)
     found["replicas"] = gradients(policy, cut("3-7 in 2", world.rank))
     found["norm"] = float(
         whole(torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]))
@@ -175,9 +189,31 @@ def sharded(world: World, found: dict[str, Any]) -> None:
     found["half"] = gradients(policy, cut("3-7 in 2", world.rank))
     policy = policy_of("qwen3+lora", world)
     found["merged"] = merged_state(policy.model, keep=True)
-    policy = policy_of("qwen3", world)
     batch = cut("3-7 in 1", world.rank)[0]
-    found["score"] = policy.score(batch, 0.7)
+    for name, split_head in (("score", False), ("split score", True)):
+        found[name] = policy_of("qwen3", world, split_head=split_head).score(batch, 0.7)
+    split(world, found, replicas)
+
+
+def split(world: World, found: dict[str, Any], replicas: World) -> None:
+    """Heads that are split over ranks, in float64, where only what is wrong differs; then with the
+    same rows on both ranks, and in mixed precision."""
+    cuts = {name: cut(name, world.rank) for name in CUTS}
+    for family in SPLIT:
+        policy = policy_of(family, world, split_head=True, dtype=torch.float64)
+        found[f"{family} split rows"] = policy.head().weight_VD.to_local().shape[0]
+        with Wide():
+            for name, batches in cuts.items():
+                found[f"{family} split {name}"] = gradients(policy, batches)
+            found[f"{family} split truncate"] = gradients(policy, cuts["3-7 in 2"], TRUNCATE)
+        policy = policy_of(family, world, split_head=True)
+        found[f"{family} split float32"] = gradients(policy, cuts["3-7 in 2"])
+    policy = policy_of("qwen3", replicas, split_head=True, dtype=torch.float64)
+    with Wide():
+        found["split replicas"] = gradients(policy, cuts["3-7 in 2"])
+    policy = Policy(tiny("qwen3", torch.float32)).train()
+    shard(policy, world, mixed=True, split_head=True)
+    found["split mixed"] = gradients(policy, cut("3-7 in 2", world.rank))
 
 
 def stepped(world: World, found: dict[str, Any], folder: Path) -> None:
@@ -267,7 +303,8 @@ def runs(world: World, folder: Path) -> None:
     # Servers are the leader's; a sampler in its process stands for them.
     engines.ENGINES["vllm"] = engines.ENGINES["local"]
     served = override(config, ["rollout.engine=vllm", "rollout.urls=http://127.0.0.1:9"])
-    trainer.train(served, quickstart(), folder / "served", False, world)
+    apart = override(served, ["dist.split_head=true"])
+    trainer.train(apart, quickstart(), folder / "served", False, world)
     engines.ENGINES["vllm"] = lambda config, policy, meter, progress: OneByOne(policy)
     streamed = override(served, ["rollout.overlap=stream", "trackers=trace,profile"])
     trainer.train(streamed, quickstart(), folder / "streamed", False, world)

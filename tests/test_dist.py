@@ -111,6 +111,28 @@ def test_gradients_of_two_ranks_are_those_of_one_process(found, family, checkpoi
             assert error(found[rank][f"{family} {checkpointing} {name}"], want) <= 1e-6, name
 
 
+@pytest.mark.parametrize("family", ranks.SPLIT)
+def test_gradients_of_a_split_head_are_those_of_one_process(found, family):
+    """In float64, and in float32 as close to that as one process is."""
+    batches = pack(ranks.groups(), 10_000)
+    policy = ranks.policy_of(family, ONE, dtype=torch.float64)
+    with ranks.Wide():
+        want = ranks.gradients(policy, batches)
+        other = ranks.gradients(policy, batches, ranks.TRUNCATE)
+    rows = [one[f"{family} split rows"] for one in found]
+    assert sum(rows) == ranks.V and min(rows) > 0
+    for one in found:
+        for name in ranks.CUTS:
+            assert error(one[f"{family} split {name}"], want) <= 1e-12, name
+        assert error(one[f"{family} split truncate"], other) <= 1e-12
+    narrow = ranks.policy_of(family, ONE).to(torch.float64)
+    with ranks.Wide():
+        want = ranks.gradients(narrow, batches)
+    alone = ranks.gradients(ranks.policy_of(family, ONE), batches)
+    for one in found:
+        assert error(one[f"{family} split float32"], want) <= 2 * error(alone, want)
+
+
 def test_adapters_beside_weights_of_another_type_and_merged_weights(found):
     want = ranks.gradients(Policy(ranks.adapted("qwen3")), pack(ranks.groups(), 10_000))
     plain = ranks.gradients(
@@ -131,7 +153,25 @@ def test_replicas_beside_shards_and_scores(found):
         assert error(found[rank]["replicas"], want) <= 1e-6
         assert found[rank]["norm"] == pytest.approx(norm, rel=1e-6)
         score_A = policy.score(ranks.cut("3-7 in 1", rank)[0], 0.7)
-        torch.testing.assert_close(found[rank]["score"], score_A, atol=1e-6, rtol=0)
+        for name in ("score", "split score"):
+            torch.testing.assert_close(found[rank][name], score_A, atol=1e-6, rtol=0)
+
+
+def test_a_split_head_with_the_same_rows_on_both_ranks(found):
+    policy = ranks.policy_of("qwen3", ONE, dtype=torch.float64)
+    batches = pack(ranks.groups(), 10_000)
+    with ranks.Wide():
+        want = ranks.gradients(policy, batches)
+    assert all(error(one["split replicas"], want) <= 1e-12 for one in found)
+
+
+def test_a_head_that_is_tied_to_more_than_a_table_is_not_split():
+    with open_world("cpu", mesh=True) as world:
+        message = r"dist\.split_head=true: the head is tied to a Gemma2TextScaledWordEmbedding"
+        with pytest.raises(ConfigError, match=message):
+            ranks.policy_of("gemma-softcap", world, split_head=True)
+    with pytest.raises(ConfigError, match=r"dist\.split_head=true with dist\.cpu_offload=true"):
+        override(quickstart(), ["dist.split_head=true", "dist.cpu_offload=true"])
 
 
 def test_mixed_precision_keeps_weights_and_gradients_in_float32(found):
@@ -142,7 +182,8 @@ def test_mixed_precision_keeps_weights_and_gradients_in_float32(found):
     for one in found:
         assert one["mixed dtypes"] == ({torch.float32}, torch.bfloat16)
         assert all(gradient.dtype == torch.float32 for gradient in one["mixed"].values())
-        assert 0 < error(one["mixed"], want) <= 2 * error(rounded, want)
+        for name in ("mixed", "split mixed"):
+            assert 0 < error(one[name], want) <= 2 * error(rounded, want)
 
 
 def test_mixed_precision_and_offload_run_as_one_process(tmp_path):

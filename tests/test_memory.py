@@ -76,11 +76,12 @@ WAYS = {
     "mixed": ("model.dtype=mixed",),
     "mixed, checkpointing": ("model.dtype=mixed", "model.gradient_checkpointing=true"),
     "mixed, adapters": ("model.dtype=mixed", "model.lora_rank=8"),
+    "mixed, split head": ("model.dtype=mixed", "dist.split_head=true"),
 }
 FAST = [
     *(("quickstart", way) for way in ("float32", "checkpointing")),
     *(("qwen3", way) for way in WAYS),
-    *(("llama", way) for way in ("float32", "mixed, checkpointing")),
+    *(("llama", way) for way in ("float32", "mixed, checkpointing", "mixed, split head")),
     ("experts", "float32"),
 ]
 SLOW = [(name, way) for name in ("qwen3, 37 million", "llama, 35 million") for way in WAYS]
@@ -120,7 +121,7 @@ def learner(config: Config, values: dict[str, Any], out: Path) -> Any:
             policy.checkpoint_activations()
         policy.to(world.device)
         mirror = Mirror(policy, world, mixed=mixed)
-        shard(policy, world, mixed=mixed)
+        shard(policy, world, mixed=mixed, split_head=config.dist.split_head)
         optimizers = training_optimizer(policy.model, config.optim)
         yield Learner(policy, optimizers, config, Unmetered(), out, world=world), mirror
 
