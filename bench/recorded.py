@@ -29,9 +29,14 @@ def read(path: Path) -> list[Row]:
     return found
 
 
+def history(root: Path = ROOT) -> set[str]:
+    """All commits that what is checked out was made from."""
+    return set(git("rev-list", "HEAD", root=root).splitlines())
+
+
 def require_history(rows: Iterable[Row], root: Path = ROOT) -> None:
     """`ForeignRow` when the commit of a row is not an ancestor of what is checked out."""
-    known = set(git("rev-list", "HEAD", root=root).splitlines())
+    known = history(root)
     for row in rows:
         if row.commit not in known:
             raise ForeignRow(
@@ -43,11 +48,9 @@ def require_history(rows: Iterable[Row], root: Path = ROOT) -> None:
 
 @dataclass(frozen=True)
 class Results:
-    """The newest row of everything that was recorded; `known` are those of a commit in this
-    history, `shown` those that were asked for."""
+    """The newest row of everything that was recorded; `shown` are those that were asked for."""
 
     rows: dict[tuple[str, str, str], Row]
-    known: dict[tuple[str, str, str], Row]
     shown: dict[tuple[str, str, str], Row]
 
     @classmethod
@@ -58,10 +61,7 @@ class Results:
             if path.stem not in skip
             for row in read(path)
         ]
-        history = set(git("rev-list", "HEAD").splitlines())
-        newest = {(row.case, row.provider, row.metric): row for row in rows}
-        known = {key: row for key, row in newest.items() if row.commit in history}
-        return cls(newest, known, {})
+        return cls({(row.case, row.provider, row.metric): row for row in rows}, {})
 
     def row(self, case: str, provider: str, metric: str) -> Row:
         """`ForeignRow` when nothing is recorded of it."""

@@ -119,9 +119,9 @@ def training(results: Results) -> str:
 
 
 def everything(results: Results) -> str:
-    """All newest rows of this history, one table a benchmark."""
+    """All newest rows, one table a benchmark."""
     parts = []
-    chosen = sorted(results.known.values(), key=lambda r: (r.bench, r.case, r.provider, r.metric))
+    chosen = sorted(results.rows.values(), key=lambda r: (r.bench, r.case, r.provider, r.metric))
     for bench, group in groupby(chosen, key=lambda r: r.bench):
         rows = list(group)
         for row in rows:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
 from fastturn.bench import report
-from fastturn.bench.record import ROOT
-from fastturn.bench.recorded import ForeignRow, Results
+from fastturn.bench.record import RESULTS, ROOT
+from fastturn.bench.recorded import ForeignRow, Results, history
 
 
 def test_files_are_what_the_rows_of_this_history_say() -> None:
@@ -18,6 +19,17 @@ def test_files_are_what_the_rows_of_this_history_say() -> None:
     for path, text in files.items():
         assert path.read_text() == text, f"{path}: run scripts/bench report"
     assert len(results.shown) > 100
+
+
+def test_every_line_of_every_results_file_is_of_a_commit_of_this_history() -> None:
+    known, files = history(), sorted(RESULTS.glob("*.jsonl"))
+    foreign = [
+        f"{path.name}, line {number}: {commit}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (commit := json.loads(line)["commit"]) not in known
+    ]
+    assert len(files) >= 12 and not foreign
 
 
 def test_every_number_of_the_readme_is_one_of_a_row() -> None:
@@ -43,11 +55,11 @@ def test_what_is_stale_is_said(
     results = Results.load()
     key = (report.TRAIN, "grpo", "s / iteration")
     changed = dict(results.rows) | {key: replace(results.rows[key], p50=7.25)}
-    monkeypatch.setattr(Results, "load", lambda: Results(changed, results.known, {}))
+    monkeypatch.setattr(Results, "load", lambda: Results(changed, {}))
     assert report.main(["--check"]) == 1
     assert "README.md: not what the rows say" in capsys.readouterr().out
     foreign = dict(results.rows) | {key: replace(results.rows[key], commit="c" * 40)}
-    monkeypatch.setattr(Results, "load", lambda: Results(foreign, results.known, {}))
+    monkeypatch.setattr(Results, "load", lambda: Results(foreign, {}))
     with pytest.raises(ForeignRow, match="recorded at commit cccccccccccc"):
         report.main(["--check"])
 

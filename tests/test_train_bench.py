@@ -53,6 +53,7 @@ def test_trl_trains_the_same_policy_on_the_same_tasks() -> None:
     )
     assert theirs.curve[0] == ours.curve[0]  # the same warm policy, measured in the same way
     assert theirs.curve[-1].rollouts == ours.curve[-1].rollouts == 48
+    assert all(one.sampled > 0 for found in (ours, theirs) for one in found.curve)
     assert theirs.curve[-1].seconds > 0 and theirs.metrics["iterations"] == 3
     assert theirs.metrics["turns"] >= 1
     with pytest.raises(ValueError, match="task workshop: TRL runs here with the calculator"):
