@@ -96,7 +96,9 @@ def work_of(config: Config) -> Work:
             f"simulated; choose one of these"
         )
     siblings = config.group_size - algorithm.unsampled
-    return Work(config.tasks, config.turns, siblings, config.trunks if reverse else 1, reverse)
+    trunks = config.trunks if reverse else 1
+    most = config.sampling.turn_tokens
+    return Work(config.tasks, config.turns, siblings, trunks, reverse, most)
 
 
 def unfit(case: Case, layout: Layout) -> str:
@@ -135,9 +137,8 @@ def best(case: Case, work: Work) -> Iteration:
 
 def grpo(work: Work) -> Work:
     """Whole episodes, as many for a task as RTPO draws rollouts."""
-    return Work(
-        work.tasks, work.turns, work.trunks * (1 + work.siblings * work.turns), reverse=False
-    )
+    episodes = work.trunks * (1 + work.siblings * work.turns)
+    return replace(work, siblings=episodes, trunks=1, reverse=False)
 
 
 def silent_share(success: float, siblings: int) -> float:

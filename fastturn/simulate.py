@@ -12,8 +12,8 @@ trained when they are whole, or when the stage is. Equal seeds give equal number
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from fastturn.shape import Shape
 Array = NDArray[np.float64]
 MATRIX, MEMORY, LINK_S = 0.4, 0.6, 40e9  # shares of the data sheet that are reached; bytes/s
 STEP_OVERHEAD_S, PUBLISH_OVERHEAD_S = 0.004, 0.5  # of a decode step's launches; of pause and proof
+PASS_OVERHEAD_S, TURN_S = 0.02, 5e-5  # launches of an update; a turn of an episode on one core
 MOST_SERVERS = 8  # that are simulated; more of them do the same
 # What the trainer leaves out or does at the same time, each exact: see `iteration`.
 SAVINGS = ("silent", "share", "stream", "prefetch")
@@ -31,24 +32,52 @@ SAVINGS = ("silent", "share", "stream", "prefetch")
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of episodes: tokens of the prompt, of an action (lognormal around its median, `spread`) and
-    of what the environment answers; seconds of a tool; shares of groups without a signal, of turns
-    (RTPO) and of whole episodes (GRPO)."""
+    """Of episodes, in tokens: the prompt, thoughts of a turn, what it says or calls (`action`) and
+    what the environment answers, each lognormal: a median, and a spread of its logarithm.
+    `played`: the share of the turns behind the first that an episode goes on for. `tool_s`: seconds
+    of a tool. Shares of groups without a signal, of turns (RTPO) and of whole episodes (GRPO)."""
 
     prompt: float = 512.0
+    prompt_spread: float = 0.0
+    think: float = 0.0
+    think_spread: float = 0.0
     action: float = 256.0
     spread: float = 0.6
     answer: float = 256.0
+    answer_spread: float = 0.0
+    played: float = 1.0
     tool_s: float = 0.5
     silent: float = 0.63
     silent_whole: float = 0.42
+
+    @property
+    def turn_mean(self) -> float:
+        """Tokens that the policy samples in a turn, without a limit."""
+        return lognormal_mean(self.think, self.think_spread) + lognormal_mean(
+            self.action, self.spread
+        )
+
+    @property
+    def answer_mean(self) -> float:
+        return lognormal_mean(self.answer, self.answer_spread)
+
+    @property
+    def prompt_mean(self) -> float:
+        return lognormal_mean(self.prompt, self.prompt_spread)
+
+
+def lognormal_mean(median: float, spread: float) -> float:
+    """Example: (100, 0.6) is 120."""
+    return median * math.exp(spread**2 / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """Seconds of one GPU. A decode step: `step_s`, `sequence_s` for each sequence in it and
     `cached_s` for each token of their contexts. A token: `prefill_s` to be read, `train_s` to be
-    trained on. `update_s`: an optimizer step on one GPU; `publish_s`: new weights to all servers.
+    trained on, with `pass_s` for each stage. `update_s`: an optimizer step on one GPU; `publish_s`:
+    new weights to all servers; `turn_s`: parsing, environment and bookkeeping of an episode's turn
+    where the process that trains does them itself.
     """
 
     step_s: float
@@ -58,6 +87,8 @@ class Speed:
     train_s: float
     update_s: float
     publish_s: float
+    pass_s: float = 0.0
+    turn_s: float = 0.0
 
     @classmethod
     def of(cls, device: Device, shape: Shape) -> Speed:
@@ -74,25 +105,29 @@ class Speed:
             train_s=6 * active / flops_s,
             update_s=28 * shape.parameters / bytes_s,
             publish_s=2 * shape.parameters / LINK_S + PUBLISH_OVERHEAD_S,
+            pass_s=PASS_OVERHEAD_S,
+            turn_s=TURN_S,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """An iteration: `tasks`, each with `trunks`; `siblings` fork at every boundary of `turns` turns
-    (RTPO), or as many whole episodes (`reverse` false, GRPO)."""
+    (RTPO), or as many whole episodes (`reverse` false, GRPO). `turn_tokens`: most of a turn."""
 
     tasks: int
     turns: int
     siblings: int
     trunks: int = 1
     reverse: bool = True
+    turn_tokens: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """`servers` GPUs sample and `trainers` train; without servers the same GPUs do both in turn.
     `savings`: any of `SAVINGS`. `slots`: sequences in flight on a server. `publish_every` stages.
+    `together`: all episodes take their turns together, as with the sampler inside the trainer.
     """
 
     trainers: int
@@ -100,6 +135,7 @@ class Layout:
     savings: frozenset[str] = frozenset(SAVINGS)
     slots: int = 256
     publish_every: int = 1
+    together: bool = False
 
     @property
     def gpus(self) -> int:
@@ -123,6 +159,13 @@ class Iteration:
     def add(self, span: str, seconds: float) -> None:
         self.spans[span] = self.spans.get(span, 0.0) + seconds
 
+    def book(self, sampled: Decoded, live: float, speed: Speed) -> None:
+        """What was sampled, and its turns where the trainer plays them itself."""
+        self.tokens += sampled.tokens
+        self.live += live
+        if self.layout.together:
+            self.add("host", sampled.turns * speed.turn_s / self.layout.trainers)
+
     @property
     def wall_s(self) -> float:
         return math.fsum(self.spans.values())
@@ -138,18 +181,35 @@ class Decoded:
 
     whole_G: Array
     tokens: float
+    turns: float
 
 
-def decode(
-    action_NU: Array, context_N: Array, read_N: Array, lengths: Lengths, speed: Speed, slots: int
-) -> Array:
-    """When each episode ends on one server. `action_NU`: tokens of the turns that are left;
-    `context_N`: where they begin; `read_N`: how much of that each has to read.
+@dataclass(slots=True)
+class Episodes:
+    """Of one server. `action_NU`: tokens of the turns that are left, 0 behind the last;
+    `answer_NU`: of what the environment says behind each; `context_N`: where they begin; `read_N`:
+    how much of that each has to read."""
+
+    action_NU: Array
+    answer_NU: Array
+    context_N: Array
+    read_N: Array
+
+    @property
+    def turns_N(self) -> NDArray[np.int64]:
+        return (self.action_NU > 0).sum(1)
+
+
+def decode(episodes: Episodes, tool_s: float, speed: Speed, slots: int) -> Array:
+    """When each episode ends on one server, every one at its own pace.
 
     Example: one episode of one turn of 10 tokens takes its prefill and 10 steps.
     """
-    count, turns = action_NU.shape
-    left_N, context_N, owed_N = action_NU[:, 0].copy(), context_N.copy(), read_N.copy()
+    action_NU, turns_N = episodes.action_NU, episodes.turns_N
+    count = len(action_NU)
+    left_N, context_N, owed_N = (
+        x.copy() for x in (action_NU[:, 0], episodes.context_N, episodes.read_N)
+    )
     turn_N, ready_N, end_N = np.zeros(count, int), np.zeros(count), np.full(count, np.inf)
     in_N = np.zeros(count, bool)  # has a slot
     now = 0.0
@@ -173,48 +233,116 @@ def decode(
         context_N[in_N] += steps
         done = np.flatnonzero(in_N & (left_N <= 0))
         in_N[done] = False
+        answer_N = episodes.answer_NU[done, turn_N[done]]
         turn_N[done] += 1
-        last = done[turn_N[done] == turns]
-        end_N[last] = now
-        on = done[turn_N[done] < turns]
+        ended = turn_N[done] == turns_N[done]
+        end_N[done[ended]] = now
+        on = done[~ended]
         left_N[on] = action_NU[on, turn_N[on]]
-        owed_N[on] = lengths.answer
-        context_N[on] += lengths.answer
-        ready_N[on] = now + lengths.tool_s
+        owed_N[on] = answer_N[~ended]
+        context_N[on] += answer_N[~ended]
+        ready_N[on] = now + tool_s
     return end_N
+
+
+def decode_together(episodes: Episodes, speed: Speed) -> Array:
+    """When each ends if all take their turns together: a turn ends with its longest action.
+
+    Example: turns of 4 and 10 tokens are 10 steps, of which 4 hold both.
+    """
+    count, turns = episodes.action_NU.shape
+    end_N, context_N, owed_N = np.zeros(count), episodes.context_N.copy(), episodes.read_N.copy()
+    now = 0.0
+    for turn in range(turns):
+        action_N, on = episodes.action_NU[:, turn], episodes.action_NU[:, turn] > 0
+        now += float(owed_N[on].sum()) * speed.prefill_s
+        now += float(action_N.max()) * speed.step_s + float(action_N.sum()) * speed.sequence_s
+        now += float((action_N * (context_N + action_N / 2))[on].sum()) * speed.cached_s
+        end_N[on] = now
+        owed_N = episodes.answer_NU[:, turn]
+        context_N += action_N + owed_N
+    return end_N
+
+
+def drawn(median: float, spread: float, size: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Whole tokens, lognormal."""
+    if not median:
+        return np.zeros(size)
+    return np.round(rng.lognormal(math.log(median), spread, size))
+
+
+def episodes_of(
+    count: int, turns: tuple[int, int], work: Work, lengths: Lengths, rng: np.random.Generator
+) -> Episodes:
+    """`count` episodes at turn `turns[0]` of at most `turns[1]`: each has at least that one."""
+    first, last = turns
+    size = count, last - first
+    thought_NU = drawn(lengths.think, lengths.think_spread, size, rng)
+    said_NU = drawn(lengths.action, lengths.spread, size, rng)
+    action_NU = np.clip(thought_NU + said_NU, 1.0, work.turn_tokens)
+    turns_N = _turns(count, turns, lengths.played, rng)
+    action_NU[np.arange(size[1]) >= turns_N[:, None]] = 0.0
+    before = first * (min(lengths.turn_mean, work.turn_tokens) + lengths.answer_mean)
+    context_N = drawn(lengths.prompt, lengths.prompt_spread, (count,), rng) + before
+    answer_NU = drawn(lengths.answer, lengths.answer_spread, size, rng)
+    return Episodes(action_NU, answer_NU, context_N, context_N.copy())
+
+
+def reach(turns: int, played: float) -> Array:
+    """The share of episodes that reach each turn: turns behind the first are binomial.
+
+    Example: 3 turns of which half are played: 1, 3/4, 1/4.
+    """
+    behind = turns - 1
+    share_K = [
+        math.comb(behind, k) * played**k * (1 - played) ** (behind - k) for k in range(turns)
+    ]
+    return np.cumsum(share_K[::-1])[::-1]
+
+
+def _turns(
+    count: int, turns: tuple[int, int], played: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """How many more turns episodes have that reached turn `turns[0]`."""
+    first, last = turns
+    reach_K = reach(last, played)[first:]
+    go_on_K = reach_K[1:] / np.maximum(reach_K[:-1], 1e-300)
+    return 1 + np.cumprod(rng.random((count, last - first - 1)) < go_on_K, axis=1).sum(1)
 
 
 def stage(
     groups: int,
     siblings: int,
-    turns: tuple[int, int],
+    turn: int,
+    work: Work,
     lengths: Lengths,
-    speed: Speed,
-    layout: Layout,
+    cost: tuple[Speed, Layout],
     *,
     rng: np.random.Generator,
 ) -> Decoded:
-    """`siblings` of `groups` boundaries at turn `turns[0]` of `turns[1]`, over the servers."""
-    first, last = turns
+    """`siblings` of `groups` boundaries at a turn, played to their ends over the servers."""
+    speed, layout = cost
     servers = layout.servers or layout.trainers
     shown = min(servers, MOST_SERVERS, groups)
     mine = max(1, round(groups / servers))
-    context = float(lengths.prompt + first * (lengths.action + lengths.answer))
-    whole, tokens = [], 0.0
+    whole, tokens, turns = [], 0.0, 0
     for _ in range(shown):
-        draws = rng.lognormal(
-            math.log(lengths.action), lengths.spread, (mine * siblings, last - first)
-        )
-        action_NU = np.maximum(1.0, np.round(draws))
-        read_N = np.full(mine * siblings, context)
+        episodes = episodes_of(mine * siblings, (turn, work.turns), work, lengths, rng)
+        shape = mine, siblings
+        episodes.context_N = np.repeat(episodes.context_N[::siblings], siblings)
+        episodes.read_N = episodes.context_N.copy()
         if "share" in layout.savings:
-            read_N.reshape(mine, siblings)[:, 1:] = 0.0  # one request: the context is read once
-        start_N = np.full(mine * siblings, context)
-        end_N = decode(action_NU, start_N, read_N, lengths, speed, layout.slots)
-        whole.append(end_N.reshape(mine, siblings).max(1))
-        tokens += float(action_NU.sum())
-    whole_G = np.resize(np.sort(np.concatenate(whole)), groups)
-    return Decoded(np.sort(whole_G), tokens * groups / (shown * mine))
+            episodes.read_N.reshape(shape)[:, 1:] = 0.0  # one request: the context is read once
+        if layout.together:
+            end_N = decode_together(episodes, speed)
+        else:
+            end_N = decode(episodes, lengths.tool_s, speed, layout.slots)
+        whole.append(end_N.reshape(shape).max(1))
+        tokens += float(episodes.action_NU.sum())
+        turns += int(episodes.turns_N.sum())
+    whole_G = np.sort(np.resize(np.sort(np.concatenate(whole)), groups))
+    scale = groups / (shown * mine)
+    return Decoded(whole_G, tokens * scale, turns * scale)
 
 
 def iteration(
@@ -225,25 +353,27 @@ def iteration(
     "share": a context is read once a group, by servers and by the trainer; "stream": groups are
     trained while others decode; "prefetch": the next trunks grow while servers would be idle."""
     rng, found = np.random.default_rng(seed), Iteration(layout)
-    parts = (lengths, speed, layout)
-    boundaries = work.tasks * work.trunks if work.reverse else work.tasks
-    trunks = stage(boundaries, 1, (0, work.turns), *parts, rng=rng) if work.reverse else None
+    cost = speed, layout
+    roots = work.tasks * work.trunks if work.reverse else work.tasks
+    trunks = stage(roots, 1, 0, work, lengths, cost, rng=rng) if work.reverse else None
     idle_s = 0.0
+    reach_K = reach(work.turns, lengths.played)
     for number, turn in enumerate(reversed(range(work.turns)) if work.reverse else [0]):
-        sampled = stage(boundaries, work.siblings, (turn, work.turns), *parts, rng=rng)
-        trained = range(turn, turn + 1) if work.reverse else range(work.turns)
+        groups = round(roots * reach_K[turn])
+        if not groups:
+            continue
+        sampled = stage(groups, work.siblings, turn, work, lengths, cost, rng=rng)
         silent = lengths.silent if work.reverse else lengths.silent_whole
-        tokens = tokens_trained(trained, work.siblings, lengths, "share" in layout.savings)
+        tokens = tokens_trained(turn, work, lengths, "share" in layout.savings)
         kept = 1.0 - silent if "silent" in layout.savings else 1.0
-        group_s = kept * tokens * speed.train_s / layout.trainers
+        group_s = (kept * tokens * speed.train_s + speed.pass_s / groups) / layout.trainers
         idle_s += _train(found, sampled, group_s, layout)
         found.add("optimizer", speed.update_s / layout.trainers)
         if number % layout.publish_every == 0:
             found.add("publish", speed.publish_s)
-        found.tokens += sampled.tokens
-        found.live += boundaries * (1.0 - silent)
+        found.book(sampled, groups * (1.0 - silent), speed)
     if trunks is not None:
-        found.tokens += trunks.tokens
+        found.book(trunks, 0.0, speed)
         hidden = idle_s if "prefetch" in layout.savings and layout.apart else 0.0
         found.add("trunk_decode", max(0.0, float(trunks.whole_G[-1]) - hidden))
     return found
@@ -263,15 +393,16 @@ def _train(found: Iteration, sampled: Decoded, group_s: float, layout: Layout) -
     return done_s - decode_s
 
 
-def tokens_trained(turns: Sequence[int], siblings: int, lengths: Lengths, share: bool) -> float:
+def tokens_trained(turn: int, work: Work, lengths: Lengths, share: bool) -> float:
     """Tokens that a group's update reads: contexts once a group or once a sibling.
 
-    Example: turn 0, 2 siblings, prompt 100, action 10: 120 shared, 220 not.
+    Example: turn 0 of RTPO, 2 siblings, prompt 100, action 10: 120 shared, 220 not.
     """
-    context = lengths.prompt + turns[0] * (lengths.action + lengths.answer)
-    mean = lengths.action * math.exp(lengths.spread**2 / 2)
-    own = mean * len(turns) + lengths.answer * (len(turns) - 1)
-    return context * (1 if share else siblings) + own * siblings
+    said = min(lengths.turn_mean, work.turn_tokens)
+    context = lengths.prompt_mean + turn * (said + lengths.answer_mean)
+    more = 0.0 if work.reverse else lengths.played * (work.turns - 1)  # turns behind the first
+    own = said * (1 + more) + lengths.answer_mean * more
+    return context * (1 if share else work.siblings) + own * work.siblings
 
 
 def stepwise(
@@ -281,7 +412,4 @@ def stepwise(
     for count in range(len(SAVINGS) + 1):
         name = SAVINGS[count - 1] if count else "naive"
         savings = frozenset(SAVINGS[:count])
-        chosen = Layout(
-            layout.trainers, layout.servers, savings, layout.slots, layout.publish_every
-        )
-        yield name, iteration(work, lengths, speed, chosen, seed)
+        yield name, iteration(work, lengths, speed, replace(layout, savings=savings), seed)

@@ -30,7 +30,19 @@ from fastturn.forecast import (
 from fastturn.recipes import quickstart
 from fastturn.runfiles import RunFiles
 from fastturn.shape import Shape
-from fastturn.simulate import SAVINGS, Layout, Lengths, Speed, Work, decode, iteration, stepwise
+from fastturn.simulate import (
+    SAVINGS,
+    Episodes,
+    Layout,
+    Lengths,
+    Speed,
+    Work,
+    decode,
+    decode_together,
+    iteration,
+    reach,
+    stepwise,
+)
 
 SPEED = Speed(0.01, 0.001, 0.0, 0.002, 0.0001, 0.5, 0.25)
 QWEN = Shape(28, 2048, 16, 8, 128, 6144, 151936, tied=True, head_norms=True)  # Qwen3-1.7B
@@ -39,9 +51,14 @@ QWEN = Shape(28, 2048, 16, 8, 128, 6144, 151936, tied=True, head_norms=True)  # 
 def ends(
     actions: list[list[int]], slots: int, lengths: Lengths, speed: Speed = SPEED
 ) -> list[float]:
+    return decode(episodes(actions, lengths.answer), lengths.tool_s, speed, slots).tolist()
+
+
+def episodes(actions: list[list[int]], answer: float) -> Episodes:
     action_NU = np.array(actions, float)
     count = len(action_NU)
-    return decode(action_NU, np.zeros(count), np.zeros(count), lengths, speed, slots).tolist()
+    answer_NU = np.full(action_NU.shape, answer)
+    return Episodes(action_NU, answer_NU, np.zeros(count), np.zeros(count))
 
 
 def test_decoding_is_what_one_counts_by_hand() -> None:
@@ -57,6 +74,26 @@ def test_decoding_is_what_one_counts_by_hand() -> None:
     assert ends([[1, 1]], 1, replace(still, tool_s=0.0), slow) == pytest.approx(
         [0.011 + 0.02 + 0.011 + 0.011]
     )
+
+
+def test_turns_together_end_with_the_longest_action() -> None:
+    found = decode_together(episodes([[4, 2], [10, 0]], 5.0), SPEED)
+    # Ten steps that hold 14 sequences in all, 5 tokens to read, two steps of one.
+    assert found.tolist() == pytest.approx([0.1 + 0.014 + 0.01 + 0.022, 0.1 + 0.014])
+
+
+def test_episodes_end_early_as_often_as_they_are_said_to() -> None:
+    assert reach(3, 0.5).tolist() == [1.0, 0.75, 0.25] and reach(4, 1.0).tolist() == [1.0] * 4
+    work, still = Work(4000, 3, 3), Layout(1, together=True)
+    found = iteration(work, Lengths(played=0.5, answer=0.0, action=10, spread=0.0), SPEED, still)
+    trunks, forks = 4000 * 2.0, 3 * 4000 * (2.0 + 0.75 * (1 + 1 / 3) + 0.25)
+    assert found.tokens == pytest.approx(10 * (trunks + forks), rel=0.02)
+    assert found.spans["host"] == 0.0
+    busy = replace(SPEED, turn_s=0.001)
+    spent = iteration(work, Lengths(played=0.5, action=10, spread=0.0), busy, still).spans["host"]
+    assert spent == pytest.approx(0.001 * found.tokens / 10, rel=0.02)
+    most = iteration(replace(work, turn_tokens=7), Lengths(spread=0.0), SPEED, still)
+    assert most.tokens == 7 * 4000 * (3 + 3 * 6)
 
 
 @settings(max_examples=12, deadline=None)
@@ -112,7 +149,7 @@ def case(tmp_path: Path) -> Case:
 
 def test_the_best_layout_is_the_fastest_that_fits(case: Case) -> None:
     work = work_of(case.config)
-    assert work == Work(32, 4, 4, 1, True) and grpo(work).siblings == 17
+    assert work == Work(32, 4, 4, 1, True, 24) and grpo(work).siblings == 17
     found = best(case, work)
     for layout in layouts(4):
         assert found.wall_s <= iteration(work, case.lengths, case.speed, layout).wall_s
