@@ -3,7 +3,7 @@
     tasks -> roots -> [grow -> stages] -> sample -> groups -> credit -> pack -> surrogate
 
 An algorithm is data for the one loop: functions from `expand.py` (which episodes are sampled) and
-`credit.py` (advantage and weight of every turn), the name of a surrogate of `loss.py`, and the
+`credit/` (advantage and weight of every turn), the name of a surrogate of `loss.py`, and the
 configuration that its paper uses. All sampling is `Rollout.grow` and `Rollout.fork` on points:
 
     episodes     one stage at the roots, `fork`                   grpo, dr_grpo, rloo, gspo, ...

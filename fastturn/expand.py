@@ -171,7 +171,7 @@ def one_boundary(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[
 
 
 def refilled(rollout: Rollout, points: Sequence[Point], n: int, key: Key) -> list[SiblingGroup]:
-    """Dynamic sampling (DAPO, Yu et al. 2025): as many points as tasks are wanted,
+    """Dynamic sampling (DAPO, Yu et al. 2025, eq. 11): as many points as tasks are wanted,
     then as many more as groups came out silent, until enough are not or the points are used up.
 
     All groups are returned, the silent ones too, because all of them were paid for; the credit

@@ -62,7 +62,7 @@ Surrogate = Callable[[Tensor, PackedBatch, tuple[float, float]], tuple[Tensor, T
 def _sequence(
     log_ratio_A: Tensor, batch: PackedBatch, bounds: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """GSPO (Zheng et al. 2025), a trajectory being the sequence."""
+    """GSPO (Zheng et al. 2025, eq. 5 and 7), a trajectory being the sequence."""
     trajectory_A, size = _numbers(batch.trajectory_U[batch.turn_A])
     ratio_A = turn_reduce(log_ratio_A, trajectory_A, size, "geometric_mean")[trajectory_A]
     advantage_A = batch.advantage_A.to(ratio_A.dtype)
@@ -73,7 +73,7 @@ def _sequence(
 def _truncate(
     log_ratio_A: Tensor, batch: PackedBatch, bounds: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """CISPO (MiniMax 2025); with a lower bound of 0, truncated importance sampling."""
+    """CISPO (MiniMax 2025, eq. 4); with a lower bound of 0, truncated importance sampling."""
     ratio_A = log_ratio_A.detach().clamp(-CLAMP, CLAMP).exp()
     return -ratio_A.clamp(*bounds) * batch.advantage_A * log_ratio_A, ratio_A
 

@@ -153,7 +153,8 @@ def rtpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def grpo(batch: list[list[Sibling]]) -> Tensor:
-    """1/G sum_i 1/|o_i| sum_t min(r A, clip(r) A), A = (R - mean) / std (GRPO's objective)."""
+    """1/G sum_i 1/|o_i| sum_t min(r A, clip(r) A), A = (R - mean) / std (Shao et al. 2024,
+    eq. 3)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling, advantage in zip(group, standardised([s.ret for s in group]), strict=True):
@@ -163,7 +164,7 @@ def grpo(batch: list[list[Sibling]]) -> Tensor:
 
 def dapo(batch: list[list[Sibling]]) -> Tensor:
     """1 / sum_i |o_i| sum_i sum_t min(...), over groups with 0 < correct < G, returns lowered by
-    the soft overlong punishment with L_max = 20 and L_cache = 16 (DAPO's objective)."""
+    the soft overlong punishment, L_max = 20 and L_cache = 16 (Yu et al. 2025, eq. 8, 11, 13)."""
     live = [group for group in batch if len({s.ret for s in group}) > 1]
     total = torch.zeros((), dtype=torch.float64)
     for group in live:
@@ -174,7 +175,8 @@ def dapo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def dr_grpo(batch: list[list[Sibling]]) -> Tensor:
-    """1/G sum_i sum_t min(...) / constant, A = R - mean (Dr. GRPO); constant 16."""
+    """1/G sum_i sum_t min(...) / constant, A = R - mean (Liu et al. 2025, Dr. GRPO's
+    objective); constant 16."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling in group:
@@ -184,7 +186,8 @@ def dr_grpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def gspo(batch: list[list[Sibling]]) -> Tensor:
-    """1/G sum_i min(s A, clip(s) A), s = (pi(y)/pi_old(y))^(1/|y|) (GSPO's objective)."""
+    """1/G sum_i min(s A, clip(s) A), s = (pi(y)/pi_old(y))^(1/|y|) (Zheng et al. 2025,
+    eq. 5 and 7)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling, advantage in zip(group, standardised([s.ret for s in group]), strict=True):
@@ -194,7 +197,8 @@ def gspo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def cispo(batch: list[list[Sibling]]) -> Tensor:
-    """1 / sum_i |o_i| sum_i sum_t sg(clip(r)) A log pi (CISPO's objective), no lower bound."""
+    """1 / sum_i |o_i| sum_i sum_t sg(clip(r)) A log pi (MiniMax 2025, eq. 4), no lower
+    bound."""
     live = [group for group in batch if len({s.ret for s in group}) > 1]
     total = torch.zeros((), dtype=torch.float64)
     for group in live:
@@ -205,7 +209,7 @@ def cispo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def masked(batch: list[list[Sibling]]) -> Tensor:
-    """GRPO whose tokens leave where r is outside [1 - low, 1 + high] (IcePop)."""
+    """GRPO whose tokens leave where r is outside [1 - low, 1 + high] (Ring team 2025, IcePop)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling, advantage in zip(group, standardised([s.ret for s in group]), strict=True):
@@ -216,8 +220,8 @@ def masked(batch: list[list[Sibling]]) -> Tensor:
 
 
 def rloo(batch: list[list[Sibling]]) -> Tensor:
-    """1/k sum_i (R_i - 1/(k-1) sum_{j != i} R_j) log pi(y_i) (RLOO), with clipped
-    token ratios in the place of log-probabilities."""
+    """1/k sum_i (R_i - 1/(k-1) sum_{j != i} R_j) log pi(y_i) (Ahmadian et al. 2024, RLOO),
+    with clipped token ratios in the place of log-probabilities."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for i, sibling in enumerate(group):
@@ -228,7 +232,7 @@ def rloo(batch: list[list[Sibling]]) -> Tensor:
 
 def gigpo(batch: list[list[Sibling]]) -> Tensor:
     """A = A_E(trajectory) + w A_S(turn), A_S among turns in one state, by sum_k g^(k-t) r_k
-    (GiGPO with F_norm = 1); w = 0.5, g = 0.5."""
+    (Feng et al. 2025, eq. 3, 5, 7 and 8 with F_norm = 1); w = 0.5, g = 0.5."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         togo = [[s.rewards[0] + 0.5 * s.rewards[1], s.rewards[1]] for s in group]
@@ -248,8 +252,8 @@ def gigpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def steptool(batch: list[list[Sibling]]) -> Tensor:
-    """sum_t A_t log pi(a_t) with A_t = sum_k g^(k-t) (r_k + call reward) - baseline (StepTool's
-    step-grained policy gradient), the baseline the others' mean; g = 0.5, call reward 0.75."""
+    """sum_t A_t log pi(a_t) with A_t = sum_k g^(k-t) (r_k + call reward) - baseline (Yu et al.
+    2024, StepTool's policy gradient), the baseline the others' mean; g = 0.5, call reward 0.75."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         togo = []
@@ -266,7 +270,7 @@ def steptool(batch: list[list[Sibling]]) -> Tensor:
 
 
 def tree_grpo(batch: list[list[Sibling]]) -> Tensor:
-    """A = A_intra + A_inter, each R less the mean of its leaves (Tree-GRPO)."""
+    """A = A_intra + A_inter, each R less the mean of its leaves (Ji et al. 2025, Tree-GRPO)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for sibling in group:
@@ -277,8 +281,8 @@ def tree_grpo(batch: list[list[Sibling]]) -> Tensor:
 
 
 def refuel(batch: list[list[Sibling]]) -> Tensor:
-    """((log r(y) - log r(y')) / eta - (R - R'))^2 over pairs y, y' at one state (REFUEL),
-    the turn of that state only; eta = 0.5."""
+    """((log r(y) - log r(y')) / eta - (R - R'))^2 over pairs y, y' at one state (Gao et al.
+    2024, REFUEL), the turn of that state only; eta = 0.5."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         pairs = [(a, b) for i, a in enumerate(group) for b in group[:i]]
