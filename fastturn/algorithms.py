@@ -16,6 +16,7 @@ Options of an algorithm are the keyword arguments of its functions, set by `algo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -127,7 +128,20 @@ def _bound(function: Callable[..., T], options: Mapping[str, Option]) -> Callabl
 
 
 SURROGATES = ("clip", "sequence", "truncate", "mask", "regression")
-SHARES = {"agreed", "boundaries"}  # options that are divided by
+# What the number of an option must be, in words and as a test, and the options it is asked of.
+VALUES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("a share above 0 and at most 1", lambda x: 0 < x <= 1, ("agreed", "boundaries", "initial")),
+    ("a number from 0 to 1", lambda x: 0 <= x <= 1, ("overlong", "step_discount")),
+    ("a number above 0", lambda x: 0 < x < math.inf, ("eta", "bound", "least", "most")),
+    ("1 or more", lambda x: x >= 1, ("rounds", "tokens", "publish_every")),
+    ("0 or more", lambda x: 0 <= x < math.inf, ("best", "publish_kl")),
+    ("0 (off) or 1 (on)", lambda x: x in (0, 1), ("leave_one_out", "continuations")),
+    (
+        "a finite number",
+        math.isfinite,
+        ("alpha", "beta", "threshold", "step_weight", "call_reward"),
+    ),
+)
 STD = {"loss.normalize_std": "true"}
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -214,14 +228,42 @@ def presets(name: str) -> list[str]:
     return [f"{key}={value}" for key, value in ALGORITHMS[name].presets.items()]
 
 
+def _check_together(config: Config, options: Mapping[str, Option]) -> None:
+    """`ConfigError` for settings that are right alone and do nothing, or harm, together."""
+    least, most = (float(options.get(name, 1.0)) for name in ("least", "most"))
+    if least > most:
+        raise ConfigError(
+            f"algorithm_options: least={least:g} is above most={most:g}: expected bounds of a "
+            f"weight, the lower one first; exchange them"
+        )
+    if float(options.get("publish_kl", 0.0)) and options["publish_every"] == 1:
+        raise ConfigError(
+            f"algorithm_options: publish_kl={options['publish_kl']} does nothing while every stage "
+            f"is published; set publish_every={config.turns} as well (or how many stages may pass "
+            f"at most), or leave publish_kl out"
+        )
+    best = int(options.get("best", 0))
+    if best and best >= config.trunks:
+        raise ConfigError(
+            f"algorithm_options: best={best} chooses among trunks={config.trunks} trunks "
+            f"a task: expected fewer than there are; raise trunks, or leave best out"
+        )
+    if "rounds" in options and config.trunks > config.group_size:
+        raise ConfigError(
+            f"trunks={config.trunks}: {config.algorithm} grows that many trees a task, and "
+            f"group_size={config.group_size} counts all their leaves; set "
+            f"trunks={config.group_size} or less, or raise group_size"
+        )
+
+
 def _options(config: Config, known: Mapping[str, Option]) -> dict[str, Option]:
     """What `algorithm_options` says, each value of the type of its default."""
     given = chosen(config.algorithm_options, known, "algorithm_options", config.algorithm)
-    for name in SHARES & given.keys():
-        if not 0 < float(given[name]) <= 1:
-            raise ConfigError(
-                f"algorithm_options: {name}={given[name]}: expected a share above 0 and at most 1"
-            )
+    for expected, holds, names in VALUES:
+        for name in (name for name in names if name in given):
+            if not holds(float(given[name])):
+                raise ConfigError(f"algorithm_options: {name}={given[name]}: expected {expected}")
+    _check_together(config, {**known, **given})
     surrogate = given.get("surrogate", SURROGATES[0])
     if surrogate not in SURROGATES:
         raise ConfigError(

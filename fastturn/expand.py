@@ -227,7 +227,7 @@ def forest(
 
     Example: n = 8, trunks = 2, rounds = 1: two chains, and three more leaves on each.
     """
-    trees = min(rollout.config.trunks, n)
+    trees = rollout.config.trunks
     leaves = _grown(rollout, _chains(points, range(trees)), (*key, "chain"))
     dealt = np.array_split(np.arange(n - trees), max(1, rounds))
     for number, turns in enumerate(dealt):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastturn import cli, plan, trainer
-from fastturn.algorithms import ALGORITHMS, SURROGATES, algorithm_of
+from fastturn.algorithms import ALGORITHMS, SURROGATES, VALUES, algorithm_of
 from fastturn.config import Config, ConfigError, as_dict, from_dict, override
 from fastturn.loss import FUSED
 from fastturn.loss import SURROGATES as LOSSES
@@ -182,6 +182,60 @@ def test_options_reach_the_functions():
 def test_what_is_unknown_names_the_nearest(pairs, message):
     with pytest.raises(ConfigError, match=message):
         override(quickstart(), pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("rtpo", "agreed=0", "agreed=0.0: expected a share above 0 and at most 1"),
+        ("rtpo", "boundaries=1.5", "boundaries=1.5: expected a share"),
+        ("arpo", "initial=0", "initial=0.0: expected a share"),
+        ("dapo", "overlong=-1", "overlong=-1.0: expected a number from 0 to 1"),
+        ("gigpo", "step_discount=2", "step_discount=2.0: expected a number from 0 to 1"),
+        ("refuel", "eta=0", "eta=0.0: expected a number above 0"),
+        ("refuel", "eta=nan", "eta=nan: expected a number above 0"),
+        ("seeupo", "bound=-1", "bound=-1.0: expected a number above 0"),
+        ("tree_grpo", "rounds=0", "rounds=0: expected 1 or more"),
+        ("arpo", "tokens=0", "tokens=0: expected 1 or more"),
+        ("rtpo", "best=-1", "best=-1: expected 0 or more"),
+        ("rtpo", "leave_one_out=2", r"leave_one_out=2: expected 0 \(off\) or 1 \(on\)"),
+        ("arpo", "threshold=inf", "threshold=inf: expected a finite number"),
+        ("rtpo_off_policy", "least=3", "least=3 is above most=2: .*; exchange them"),
+        ("rtpo", "publish_kl=0.1", "publish_kl=0.1 does nothing .* set publish_every=4"),
+        ("rtpo", "best=1", "best=1 chooses among trunks=1 trunks a task: .* raise trunks"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_refused(name, option, message):
+    with pytest.raises(ConfigError, match=f"algorithm_options: {message}"):
+        override(quickstart(), [f"algorithm={name}", f"algorithm_options={option}"])
+
+
+def test_every_number_among_the_options_says_what_it_must_be():
+    numbers = {
+        name
+        for algorithm in ALGORITHMS.values()
+        for name, default in algorithm.options.items()
+        if not isinstance(default, str)
+    }
+    asked = [name for _, _, names in VALUES for name in names]
+    assert sorted(asked) == sorted(numbers)
+    for algorithm in ALGORITHMS.values():
+        for _, holds, names in VALUES:
+            assert all(holds(algorithm.options[n]) for n in names if n in algorithm.options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_that_has_nothing_to_compare_is_refused(name):
+    few = ALGORITHMS[name].least_group_size - 1
+    with pytest.raises(ConfigError, match=f"group_size={few}: {name} needs at least {few + 1}"):
+        override(quickstart(), [f"algorithm={name}", "trunks=1", f"group_size={few}"])
+
+
+def test_more_trees_than_leaves_are_refused():
+    pairs = ["algorithm=tree_grpo", "trunks=9"]
+    with pytest.raises(ConfigError, match=r"trunks=9: tree_grpo .* set trunks=5 or less"):
+        override(quickstart(), pairs)
+    assert override(quickstart(), [*pairs, "group_size=9"]).trunks == 9
 
 
 def test_names_of_surrogates_are_recorded_twice_and_alike():
