@@ -189,14 +189,14 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     parsed = arguments()
     args = options(parsed, argv)
-    if not (args.rollouts or args.seconds):
-        parsed.error("--rollouts 0 --seconds 0: a run would never end; give one of them")
     begun_s = time.perf_counter()
-    plans = {task: races(args, task) for task in args.task or SHOWN}
-    try:
+    try:  # everything, before the first is run
+        plans = {task: races(args, task) for task in args.task or SHOWN}
         for race in chain(*plans.values()):
-            race.config()  # all of them, before the first is run
-    except ConfigError as error:
+            race.config()
+        if args.plot is not None:
+            args.plot.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
         parsed.error(str(error))
     for task, wanted in plans.items():
         known = [] if args.no_record else recorded(RACES)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fastturn import trainer
-from fastturn.config import Config, override
+from fastturn.config import Config, ConfigError, override
 from fastturn.evaluate import Evaluation
 from fastturn.recipes import quickstart
 from fastturn.run import Run
@@ -54,6 +54,7 @@ PARTS = {
 class Budget:
     """Until when a run trains: the first iteration that fills either of them. `evaluations`: how
     often success is measured on the way, evenly by rollouts (by seconds without a limit on these).
+    `ConfigError` for a budget that nothing fills.
 
     Example: `Budget(rollouts=9600)`.
     """
@@ -62,6 +63,15 @@ class Budget:
     seconds: float = 0.0
     evaluations: int = 5
     eval_tasks: int = 256
+
+    def __post_init__(self) -> None:
+        if min(self.rollouts, self.seconds) < 0 or max(self.rollouts, self.seconds) <= 0:
+            raise ConfigError(
+                f"rollouts={self.rollouts} seconds={self.seconds:g}: such a run would never end; "
+                f"expected one above 0, and the other 0 (no limit) or more"
+            )
+        if self.evaluations < 1:
+            raise ConfigError(f"evaluations={self.evaluations}: expected 1 or more")
 
     def spent(self, rollouts: float, seconds: float) -> float:
         """The share that is used up."""
@@ -101,7 +111,8 @@ class Race:
 
     def config(self) -> Config:
         """`ConfigError` for settings that cannot work."""
-        return override(quickstart(), (f"algorithm={self.algorithm}", *self.pairs))
+        fixed = (f"algorithm={self.algorithm}", f"warm.steps={self.warm_steps}")
+        return override(quickstart(), (*fixed, *self.pairs))
 
 
 @dataclass(frozen=True, slots=True)

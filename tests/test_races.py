@@ -198,6 +198,10 @@ def test_a_budget_is_spent_by_what_is_used_up_first(spent, share):
     ("words", "message"),
     [
         (["grpo", "--rollouts", "0"], "would never end"),
+        (["grpo", "--rollouts", "0", "--seconds", "-1"], "would never end"),
+        (["--evaluations", "0"], "evaluations=0: expected 1 or more"),
+        (["--warm-steps", "-1"], "warm.steps=-1: expected zero or more"),
+        (["--plot", __file__], "File exists"),
         (["grop"], "unknown entrant grop: expected any of rtpo"),
         (["grpo optim.rate=1"], "unknown key 'optim.rate'"),
         (["grpo", "rtpo group_size=2"], "group_size=2: rtpo needs at least 3"),
