@@ -37,11 +37,15 @@ def one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
 def options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """The parsed options with the device added, and torch's threads set.
+    """The parsed options, ready to measure by."""
+    return started(parser.parse_args(argv))
+
+
+def started(args: argparse.Namespace) -> argparse.Namespace:
+    """The options with the device added, and torch's threads set.
 
     `DirtyTree` before anything runs, when rows are to be recorded from uncommitted changes.
     """
-    args = parser.parse_args(argv)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if not args.no_record:
         require_clean()

@@ -248,7 +248,9 @@ def _add_measuring(subcommands: Any) -> None:
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--device", default="A100", help="A100 (default), H100, H200 or B200")
+    plan.add_argument(
+        "--device", default="A100", help="A100 (default), H100, H200, B200, or core, of a CPU"
+    )
     plan.add_argument("--gpus", type=_count, default=8, metavar="N", help="of all, 8 unless given")
     plan.add_argument(
         "--run", type=Path, metavar="DIR", help="a run that tells how long episodes are"
@@ -257,9 +259,15 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--lengths",
         type=lambda text: text.split(","),
         default=[],
-        metavar="NAME=VALUE,...",
-        help="of episodes: prompt, action, spread, answer, tool_s, silent, silent_whole",
+        metavar="NAME[=VALUE],...",
+        help="of episodes: tool-dialogues, gsm8k or hotpotqa; prompt=..., think=..., action=..., "
+        "answer=... with their spreads, played, tool_s, silent, silent_whole (docs/planning.md)",
     )
+    for option, text in (
+        ("--calibrate", "runs on that device, whose times replace its data sheet"),
+        ("--predict", "runs of which to show what --calibrate predicts beside what they took"),
+    ):
+        plan.add_argument(option, type=Path, nargs="+", default=[], metavar="DIR", help=text)
     plan.add_argument("--json", action="store_true", help="print the fastest layout as JSON")
 
 

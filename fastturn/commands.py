@@ -150,17 +150,33 @@ def plan(options: argparse.Namespace) -> int:
     config = override(recipe_of(options.recipe), options.pairs)
     from rich.console import Console
 
+    from fastturn.calibrate import fitted, lengths_for, observed, show_fit, show_prediction
     from fastturn.devices import device_called
-    from fastturn.forecast import Case, as_dict, best, lengths_of, show, work_of
+    from fastturn.forecast import Case, as_dict, best, show, work_of
+    from fastturn.lengths import counter, lengths_of, run_lengths
     from fastturn.runfiles import load
 
-    run = None if options.run is None else load(options.run)
-    lengths = lengths_of(config, options.lengths, run)
-    case = Case(config, device_called(options.device), options.gpus, lengths, config.seed)
+    device = device_called(options.device)
+    runs, predicted = (
+        [observed(load(folder), counter(folder)) for folder in folders]
+        for folders in (options.calibrate, options.predict)
+    )
+    if predicted and not runs:
+        raise ConfigError("--predict: nothing to predict from; name other runs by --calibrate")
+    factors = fitted(runs, device) if runs else None
+    known = lengths_for(config, runs) if runs else None
+    if options.run is not None:
+        known = run_lengths(load(options.run), counter(options.run))
+    lengths = lengths_of(options.lengths, known)
+    case = Case(config, device, options.gpus, lengths, config.seed, factors)
     if options.json:
         print(json.dumps(as_dict(best(case, work_of(config))), indent=2))
-    else:
-        show(case, Console())
+        return 0
+    if factors:
+        show_fit(runs, device, factors, Console())
+        for run in predicted:
+            show_prediction(run, runs, device, factors, Console())
+    show(case, Console())
     return 0
 
 

@@ -29,6 +29,8 @@ DEVICES = (
     Device("H100", r"H100 80GB HBM3|H100 SXM", 989.4e12, 3.35e12, 79.0),
     Device("H200", r"H200(?! NVL)", 989.4e12, 4.8e12, 139.0),
     Device("B200", r"\bB200", 2250e12, 7.7e12, 179.0),
+    # One core of a CPU: the order of magnitude, which runs correct (`calibrate.py`).
+    Device("core", r"(?!)", 50e9, 10e9, 16.0),
 )
 
 

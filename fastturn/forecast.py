@@ -7,7 +7,7 @@ are assumed or taken from a run. Nothing is started, and the numbers are only as
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,11 +16,17 @@ from rich.table import Table
 from fastturn.algorithms import algorithm_of
 from fastturn.config import Config, ConfigError
 from fastturn.devices import Device
-from fastturn.options import chosen
 from fastturn.plan import memory_gib
-from fastturn.runfiles import RunFiles, mean
-from fastturn.shape import shape_of
-from fastturn.simulate import SAVINGS, Iteration, Layout, Lengths, Speed, Work, iteration
+from fastturn.shape import Shape, shape_of
+from fastturn.simulate import (
+    SAVINGS,
+    Iteration,
+    Layout,
+    Lengths,
+    Speed,
+    Work,
+    iteration,
+)
 
 PARTS = 8  # splits of the GPUs that are tried
 GROUPS = range(3, 10)  # group sizes that are compared
@@ -29,20 +35,23 @@ USABLE = 0.9  # of a GPU's memory
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A recipe on `gpus` of a device."""
+    """A recipe on `gpus` of a device. `factors` of its data sheet: what runs measured."""
 
     config: Config
     device: Device
     gpus: int
     lengths: Lengths
     seed: int = 0
+    factors: Speed | None = None
 
     @property
     def speed(self) -> Speed:
-        return Speed.of(self.device, _shape(self.config))
+        sheet = Speed.of(self.device, shape_known(self.config))
+        return sheet.times(self.factors) if self.factors else sheet
 
 
-def _shape(config: Config) -> Any:
+def shape_known(config: Config) -> Shape:
+    """The sizes of the recipe's model; `ConfigError` for one that is not here."""
     shape = shape_of(config)
     if shape is None:
         raise ConfigError(
@@ -50,39 +59,6 @@ def _shape(config: Config) -> Any:
             f"download the model, or name a folder"
         )
     return shape
-
-
-def lengths_of(config: Config, pairs: Sequence[str], run: RunFiles | None) -> Lengths:
-    """Those of a `run` where it knows them, `name=value` pairs over them, assumptions elsewhere.
-
-    Example: `lengths_of(config, ["action=300"], None).action` is 300.
-    """
-    known = Lengths() if run is None else replace(Lengths(), **_of_run(run))
-    given = chosen(pairs, asdict(known), "--lengths", "an episode")
-    lengths = replace(known, **{name: float(value) for name, value in given.items()})
-    for field in fields(lengths):
-        value = getattr(lengths, field.name)
-        most = 1.0 if field.name.startswith("silent") else float("inf")
-        if not 0 <= value <= most or (field.name == "action" and value < 1):
-            raise ConfigError(
-                f"--lengths {field.name}={value:g}: expected 0 to {most:g}, actions 1"
-            )
-    return lengths
-
-
-def _of_run(run: RunFiles) -> dict[str, float]:
-    records = run.of("iteration")
-    turns, tokens = (
-        mean(r.get(key) for r in records) for key in ("turns_mean", "action_tokens_mean")
-    )
-    silent = mean(r.get("zero_advantage_share") for r in records)
-    if not turns or tokens is None or silent is None:
-        raise ConfigError(f"{run.name}: expected a run with whole iterations, it has none yet")
-    reverse = run.config.get("algorithm", "rtpo").startswith("rtpo")
-    rollouts = sum(r.get("rollouts", 0) for r in records)
-    waited = run.spans.get("environment", 0.0) / max(1.0, rollouts * turns)
-    found = {"action": max(1.0, tokens / turns), "tool_s": waited}
-    return found | {"silent" if reverse else "silent_whole": silent}
 
 
 def work_of(config: Config) -> Work:
@@ -104,7 +80,7 @@ def work_of(config: Config) -> Work:
 def unfit(case: Case, layout: Layout) -> str:
     """Why a layout does not fit the device's memory, empty when it does."""
     most = USABLE * case.device.memory_gib
-    weights = 2 * _shape(case.config).parameters / 2**30
+    weights = 2 * shape_known(case.config).parameters / 2**30
     if weights > most:
         return f"a server's weights take {weights:.0f} GiB of {most:.0f}"
     held, step, _ = memory_gib(case.config, layout.trainers)
@@ -112,9 +88,10 @@ def unfit(case: Case, layout: Layout) -> str:
     return f"a trainer's rank takes {needed:.0f} GiB of {most:.0f}" if needed > most else ""
 
 
-def layouts(gpus: int) -> Iterator[Layout]:
-    """Both on all GPUs in turn, and up to `PARTS` - 1 ways of dividing them."""
-    yield Layout(gpus)
+def layouts(gpus: int, together: bool = False) -> Iterator[Layout]:
+    """Both on all GPUs in turn, and up to `PARTS` - 1 ways of dividing them. `together`: who does
+    both samples in its own process."""
+    yield Layout(gpus, together=together)
     for servers in sorted({max(1, round(gpus * part / PARTS)) for part in range(1, PARTS)}):
         if servers < gpus:
             yield Layout(gpus - servers, servers)
@@ -126,7 +103,8 @@ def simulated(case: Case, work: Work, layout: Layout) -> Iteration:
 
 def best(case: Case, work: Work) -> Iteration:
     """The fastest layout that fits. `ConfigError` says why none does."""
-    tried = [(layout, unfit(case, layout)) for layout in layouts(case.gpus)]
+    inside = case.config.rollout.engine == "local"
+    tried = [(layout, unfit(case, layout)) for layout in layouts(case.gpus, inside)]
     fitting = [simulated(case, work, layout) for layout, why in tried if not why]
     if not fitting:
         raise ConfigError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,8 @@ from fastturn.shape import Shape
 Array = NDArray[np.float64]
 MATRIX, MEMORY, LINK_S = 0.4, 0.6, 40e9  # shares of the data sheet that are reached; bytes/s
 STEP_OVERHEAD_S, PUBLISH_OVERHEAD_S = 0.004, 0.5  # of a decode step's launches; of pause and proof
-PASS_OVERHEAD_S, TURN_S = 0.02, 5e-5  # launches of an update; a turn of an episode on one core
+PASS_OVERHEAD_S = 0.02  # launches of an update
+TURN_S, STAGE_S = 5e-5, 0.005  # a turn of an episode, and a stage, on one core
 MOST_SERVERS = 8  # that are simulated; more of them do the same
 # What the trainer leaves out or does at the same time, each exact: see `iteration`.
 SAVINGS = ("silent", "share", "stream", "prefetch")
@@ -76,8 +77,8 @@ class Speed:
     """Seconds of one GPU. A decode step: `step_s`, `sequence_s` for each sequence in it and
     `cached_s` for each token of their contexts. A token: `prefill_s` to be read, `train_s` to be
     trained on, with `pass_s` for each stage. `update_s`: an optimizer step on one GPU; `publish_s`:
-    new weights to all servers; `turn_s`: parsing, environment and bookkeeping of an episode's turn
-    where the process that trains does them itself.
+    new weights to all servers. Where the process that trains plays the episodes itself: `turn_s`,
+    parsing, environment and bookkeeping of a turn of one; `stage_s`, what a stage takes besides.
     """
 
     step_s: float
@@ -89,6 +90,7 @@ class Speed:
     publish_s: float
     pass_s: float = 0.0
     turn_s: float = 0.0
+    stage_s: float = 0.0
 
     @classmethod
     def of(cls, device: Device, shape: Shape) -> Speed:
@@ -107,7 +109,13 @@ class Speed:
             publish_s=2 * shape.parameters / LINK_S + PUBLISH_OVERHEAD_S,
             pass_s=PASS_OVERHEAD_S,
             turn_s=TURN_S,
+            stage_s=STAGE_S,
         )
+
+    def times(self, factors: Speed) -> Speed:
+        """Every number times that of `factors`."""
+        names = (field.name for field in fields(self))
+        return Speed(**{name: getattr(self, name) * getattr(factors, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +172,7 @@ class Iteration:
         self.tokens += sampled.tokens
         self.live += live
         if self.layout.together:
-            self.add("host", sampled.turns * speed.turn_s / self.layout.trainers)
+            self.add("host", speed.stage_s + sampled.turns * speed.turn_s / self.layout.trainers)
 
     @property
     def wall_s(self) -> float:

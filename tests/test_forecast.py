@@ -21,12 +21,12 @@ from fastturn.forecast import (
     by_group_size,
     grpo,
     layouts,
-    lengths_of,
     packing_budget,
     silent_share,
     success_of,
     work_of,
 )
+from fastturn.lengths import lengths_of, run_lengths
 from fastturn.recipes import quickstart
 from fastturn.runfiles import RunFiles
 from fastturn.shape import Shape
@@ -92,6 +92,8 @@ def test_episodes_end_early_as_often_as_they_are_said_to() -> None:
     busy = replace(SPEED, turn_s=0.001)
     spent = iteration(work, Lengths(played=0.5, action=10, spread=0.0), busy, still).spans["host"]
     assert spent == pytest.approx(0.001 * found.tokens / 10, rel=0.02)
+    slow = replace(SPEED, stage_s=1.0)  # the trunks and three stages
+    assert iteration(work, Lengths(), slow, still).spans["host"] == 4.0
     most = iteration(replace(work, turn_tokens=7), Lengths(spread=0.0), SPEED, still)
     assert most.tokens == 7 * 4000 * (3 + 3 * 6)
 
@@ -171,13 +173,14 @@ def test_lengths_of_a_run_and_of_the_command_line() -> None:
     record = {"kind": "iteration", "turns_mean": 2.0, "action_tokens_mean": 60.0, "rollouts": 10}
     record |= {"zero_advantage_share": 0.7, "spans": {"environment": 5.0}}
     run = RunFiles("r", [record], [], {}, {"algorithm": "rtpo"}, {})
-    found = lengths_of(quickstart(), ["prompt=99"], run)
-    assert (found.action, found.tool_s, found.silent, found.prompt) == (30.0, 0.25, 0.7, 99.0)
+    found = lengths_of(["prompt=99"], run_lengths(run))
+    assert (found.tool_s, found.silent, found.prompt) == (0.25, 0.7, 99.0)
+    assert found.turn_mean == pytest.approx(30.0)  # of a turn, however long its tail
     assert found.silent_whole == Lengths().silent_whole
     with pytest.raises(ConfigError, match="r: expected a run with whole iterations"):
-        lengths_of(quickstart(), [], replace(run, records=[]))
+        run_lengths(replace(run, records=[]))
     with pytest.raises(ConfigError, match=r"--lengths silent=1\.5: expected 0 to 1"):
-        lengths_of(quickstart(), ["silent=1.5"], None)
+        lengths_of(["silent=1.5"])
 
 
 def test_plan_prints_what_was_assumed_and_found(

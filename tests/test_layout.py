@@ -39,6 +39,8 @@ LEFT = (
     "devices",
     "simulate",
     "forecast",
+    "lengths",
+    "calibrate",
     "shape",
     "trie",
     "cut",
