@@ -156,7 +156,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         least_group_size=3,
     ),
     "rtpo_off_policy": Algorithm(
-        credit.rtpo,
+        passes.forked_turns,
+        path=passes.forked_turns,
         stages=expand.every_boundary_at_once,
         passes=passes.rtpo_off_policy,
         reverse=True,

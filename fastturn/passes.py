@@ -44,6 +44,14 @@ def seeupo(
         yield [[_only(c, turn, next(ratio)) for c in group] for group in whole]
 
 
+def forked_turns(
+    groups: Sequence[SiblingGroup], config: Config, *, leave_one_out: int = 0
+) -> Credits:
+    """RTPO's credit of the turns that were forked, without that of continuations: the passes of
+    earlier turns would train those again."""
+    return credit.rtpo(groups, config, leave_one_out=leave_one_out)
+
+
 def rtpo_off_policy(
     groups: Sequence[SiblingGroup],
     config: Config,
@@ -51,6 +59,7 @@ def rtpo_off_policy(
     *,
     least: float = 0.5,
     most: float = 2.0,
+    leave_one_out: int = 0,
 ) -> Iterator[Credits]:
     """RTPO on continuations of the policy that began the iteration (paper, eq. 105): all siblings
     are drawn at once, and what followed turn k counts `clamp(prod of the later tokens' ratios,
@@ -64,13 +73,11 @@ def rtpo_off_policy(
             [_scored(_blank(t), 1, [1.0] * len(t.turns))] for group in stage for t in group.siblings
         ]
         weight = iter(np.clip(np.exp(log_ratios(later)), least, most).tolist())
-        yield credit.rtpo(
-            [
-                replace(group, siblings=tuple(_reweighed(t, next(weight)) for t in group.siblings))
-                for group in stage
-            ],
-            config,
-        )
+        reweighed = [
+            replace(group, siblings=tuple(_reweighed(t, next(weight)) for t in group.siblings))
+            for group in stage
+        ]
+        yield forked_turns(reweighed, config, leave_one_out=leave_one_out)
 
 
 def _deepest(groups: Sequence[SiblingGroup]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,18 @@ def test_more_trees_than_leaves_are_refused():
     with pytest.raises(ConfigError, match=r"trunks=9: tree_grpo .* set trunks=5 or less"):
         override(quickstart(), pairs)
     assert override(quickstart(), [*pairs, "group_size=9"]).trunks == 9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_documentation_has_every_algorithm_with_all_that_it_can_be_told(name):
+    text = (PARITY.parents[1] / "docs" / "algorithms.md").read_text()
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    section, algorithm = sections[name], ALGORITHMS[name]
+    assert "Source:" in section and ("Deviation" in section or "deviate" in section)
+    for key, value in algorithm.presets.items():
+        assert f"`{key}={value}`" in section
+    for option in algorithm.options.keys() - {"surrogate"}:
+        assert re.search(rf"`[^`]*\b{option}\b[^`]*`", section), option
 
 
 def test_names_of_surrogates_are_recorded_twice_and_alike():

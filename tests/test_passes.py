@@ -153,6 +153,24 @@ def test_off_policy_rtpo_reweighs_what_followed_the_turn() -> None:
     equal(first, gradients(plain, [rtpo(0)]))
 
 
+def test_off_policy_rtpo_can_leave_one_out() -> None:
+    """Four siblings: A (G-1)/(G-2) = 4/3 A in every pass, as in the credit that is shown."""
+    made = boundaries(groups(tiny("qwen3")))
+    options = (*REUSED.algorithm_options, "leave_one_out=1")
+
+    def advantages(config: Config) -> list[np.ndarray]:
+        algorithm = algorithm_of(config)
+        assert algorithm.passes is not None
+        still = algorithm.passes(made, config, lambda scored: np.zeros(sum(map(len, scored))))
+        shown = algorithm.credit(made, config)
+        return [c.advantage_U for credits in (*still, shown) for group in credits for c in group]
+
+    plain, left_out = advantages(REUSED), advantages(replace(REUSED, algorithm_options=options))
+    assert any(np.any(one) for one in plain)
+    for one, other in zip(plain, left_out, strict=True):
+        np.testing.assert_allclose(other, one * 4 / 3, rtol=1e-12)
+
+
 def test_log_ratios_are_weighed_sums_in_the_order_of_the_credits() -> None:
     plain = tiny("qwen3")
     made = groups(plain)
