@@ -21,6 +21,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from fastturn.config import ConfigError
 from fastturn.lengths import FEWEST, Fitted, as_lengths, counter, fit, parts_of
 from fastturn.models import smollm2_folder
 from fastturn.runfiles import load
@@ -94,7 +95,7 @@ def of_run(folder: Path) -> dict[str, Fitted]:
     """Fits by part; parts of which there is too little are named and left out."""
     count = counter(folder)
     if count is None:
-        raise ValueError(f"{folder}: expected a run with a tokenizer in it; let it begin first")
+        raise ConfigError(f"{folder}: expected a run with a tokenizer in it; let it begin first")
     found = {}
     for part, lengths in parts_of(load(folder).samples, count).items():
         if len(lengths) < FEWEST:

@@ -103,9 +103,9 @@ def record(bench: str, measured: Sequence[Measured], device: str, folder: Path =
     require_clean()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{bench}.jsonl"
+    lines = [json.dumps(asdict(row)) + "\n" for row in rows(bench, measured, device)]
     with path.open("a", encoding="utf-8") as file:
-        for row in rows(bench, measured, device):
-            file.write(json.dumps(asdict(row)) + "\n")
+        file.write("".join(lines))  # all or none
     return path
 
 

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         _leave_for_launcher(error)
-        status = _status(error)
+        status = status_of(error)
         if status is None:
             raise
         note = "; what is on the disk is whole, --resume goes on"
@@ -98,7 +98,7 @@ def _leave_for_launcher(error: Exception) -> None:
         get_error_handler().record_exception(error)
 
 
-def _status(error: Exception) -> int | None:
+def status_of(error: Exception) -> int | None:
     """The exit status of an error meant for the user, None for a defect of the program."""
     if isinstance(error, OSError):  # a full disk, a folder that may not be written
         return FAILED
@@ -366,7 +366,7 @@ def _train_here(options: argparse.Namespace, config: Config, recipe: Config, wor
         train(config, recipe, out, resume, world)
     except ValueError as error:
         # Bad input that only the run could find: the corrected command may use the same folder.
-        known = _status(error) == BAD_INPUT and world.leader
+        known = status_of(error) == BAD_INPUT and world.leader
         if known and not was_there and not has_records(out):
             shutil.rmtree(out, ignore_errors=True)
         raise

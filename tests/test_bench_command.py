@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import asdict
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,3 +171,17 @@ def test_measured_values_survive_the_way_into_a_file(tmp_path: Path, monkeypatch
     one = Measured("case", "fastturn", "time", "s", (1.0, 2.0, 4.0), {})
     (kept,) = recorded.read(record.record("pack", [one], "cpu", tmp_path))
     assert (kept.p50, kept.n, kept.commit) == (2.0, 3, HEAD)
+
+
+def test_scripts_bench_names_bad_input_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "scripts" / "bench")
+    script = SourceFileLoader("scripts_bench", path).load_module()
+    for words, message in (
+        (["nothing"], "expected one of ops"),
+        (["lengths", "--run", str(tmp_path)], "expected a run with a tokenizer in it"),
+    ):
+        monkeypatch.setattr("sys.argv", ["bench", *words])
+        assert script.main() == 2
+        assert message in capsys.readouterr().err

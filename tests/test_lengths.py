@@ -10,9 +10,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fastturn.bench.lengths import main
+from fastturn.bench.recorded import Results
 from fastturn.config import ConfigError
 from fastturn.lengths import (
     FITTED,
+    PARTS,
     as_lengths,
     counter,
     fit,
@@ -63,8 +65,18 @@ def test_words_name_a_table_and_change_it() -> None:
             lengths_of(words)
 
 
+def test_the_table_is_what_was_recorded() -> None:
+    rows = Results.load().rows
+    for name, known in FITTED.items():
+        for part, fields in PARTS.items():
+            for metric, field in zip(("median", "spread"), fields, strict=True):
+                row = rows.get((f"lengths/{name}", part, metric))
+                assert (row is None) == (field not in known)
+                assert row is None or known[field] == pytest.approx(row.p50, rel=1e-3)
+
+
 def test_a_run_of_ones_own_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="expected a run with a tokenizer in it"):
+    with pytest.raises(ConfigError, match="expected a run with a tokenizer in it"):
         main(["--run", str(tmp_path)])
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
