@@ -34,6 +34,8 @@ class Evaluation:
     turns_mean: float
     violation_free: float  # no path rule broken, and ended; sampled
     violation_free_greedy: float
+    clean_success: float  # solved, and no path rule broken; sampled
+    clean_success_greedy: float
     hits: dict[str, float]  # path rules met, per sampled episode
 
     def record(self) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
         turns_mean=sum(len(t.turns) for t in sampled) / max(1, len(sampled)),
         violation_free=sum(t.violation_free for t in sampled) / len(tasks),
         violation_free_greedy=sum(t.violation_free for t in greedy) / len(tasks),
+        clean_success=sum(t.clean_success for t in sampled) / len(tasks),
+        clean_success_greedy=sum(t.clean_success for t in greedy) / len(tasks),
         hits={rule: n / max(1, len(sampled)) for rule, n in sorted(hits.items())},
     )
 

@@ -84,6 +84,19 @@ def path_charts(run: RunFiles) -> list[tuple[str, str, list[Line], Axis]]:
             share,
         ),
         (
+            "Solved and violation-free",
+            "an episode that is given up at once breaks no rule, so this is what counts",
+            [
+                _line("training", iterations, lambda r: r.get("clean_success"), 0),
+                _line("held-out, sampled", evaluations, lambda r: r.get("clean_success"), 1, True),
+                _line(
+                    *("held-out, greedy", evaluations, lambda r: r.get("clean_success_greedy")),
+                    *(3, True),
+                ),
+            ],
+            share,
+        ),
+        (
             "Path rules",
             "hits per whole episode",
             [

@@ -63,6 +63,7 @@ class Probe:
     group_size: int
     success: float
     violation_free: float
+    clean_success: float  # solved, and no rule broken
     turns_mean: float
     hits: dict[str, float]  # path rules met, per episode
     channels: dict[str, Channel]
@@ -107,6 +108,7 @@ def measured(groups: Sequence[SiblingGroup], config: Config) -> Probe:
         group_size=config.group_size,
         success=sum(t.success for t in episodes) / n,
         violation_free=sum(t.violation_free for t in episodes) / n,
+        clean_success=sum(t.clean_success for t in episodes) / n,
         turns_mean=sum(len(t.turns) for t in episodes) / n,
         hits={rule: count / n for rule, count in sorted(hits.items())},
         channels={name: _channel(groups, config, kinds) for name, kinds in REWARDS.items()},
@@ -128,8 +130,8 @@ def show(found: Probe, console: Console) -> None:
     """What a person reads: the policy, then each reward with its verdict."""
     console.print(
         f"base policy, {found.episodes} episodes in groups of {found.group_size}: success "
-        f"{found.success:.1%}, violation-free {found.violation_free:.1%}, "
-        f"{found.turns_mean:.1f} turns"
+        f"{found.success:.1%}, violation-free {found.violation_free:.1%}, both "
+        f"{found.clean_success:.1%}, {found.turns_mean:.1f} turns"
     )
     for rule, rate in found.hits.items():
         console.print(f"  {rule}: {rate:.2f} an episode")

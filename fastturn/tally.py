@@ -30,7 +30,7 @@ def book(tally: Counter[str], episodes: Sequence[Trajectory], prefix: str = "") 
             tally["whole"] += 1
             tally["violation_free"] += episode.violation_free
             tally["whole_success"] += episode.success
-            tally["clean_success"] += episode.success and episode.violation_free
+            tally["clean_success"] += episode.clean_success
             tally["whole_turns"] += len(episode.turns)
             tally.update(f"hit_{hit.rule}" for turn in episode.turns for hit in turn.path)
 
@@ -59,6 +59,7 @@ def iteration_record(iteration: int, tally: Counter[str], totals: Counter[str]) 
         "zero_advantage_share": mean("groups_silent", "groups"),
         "dead": not tally["steps"],
         "violation_free": mean("violation_free", "whole"),
+        "clean_success": mean("clean_success", "whole"),
         "violation_free_success": mean("clean_success", "whole_success"),
         "whole_turns_mean": mean("whole_turns", "whole"),
         "hits": hits,
@@ -83,6 +84,9 @@ def run_summary(config: Config, cursor: Cursor) -> dict[str, Any]:
         "violation_free_before": before["violation_free"],
         "violation_free_after": after["violation_free"],
         "violation_free_greedy_after": after["violation_free_greedy"],
+        "clean_success_before": before["clean_success"],
+        "clean_success_after": after["clean_success"],
+        "clean_success_greedy_after": after["clean_success_greedy"],
         "hits_before": before["hits"],
         "hits_after": after["hits"],
         "eval_tasks": after["eval_tasks"],
@@ -102,11 +106,12 @@ def result_rows(summary: dict[str, Any], report: Path) -> list[tuple[str, str]]:
     """What a person wants to see at the end."""
     packed, flat = summary["tokens_packed"], summary["tokens_flat"]
     free = f"{summary['violation_free_before']:.1%} -> {summary['violation_free_after']:.1%}"
+    clean = f"{summary['clean_success_before']:.1%} -> {summary['clean_success_after']:.1%}"
     ruled = summary["hits_before"] or summary["hits_after"]
     return [
         ("sampled success", f"{summary['success_before']:.1%} -> {summary['success_after']:.1%}"),
         ("greedy success", f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"),
-        *([("violation-free", free)] if ruled else []),
+        *([("violation-free", free), ("solved and violation-free", clean)] if ruled else []),
         ("rollouts", f"{summary['rollouts']:,}"),
         ("wall-clock / CPU", f"{summary['wall_s']:.0f} s / {summary['cpu_s']:.0f} s"),
         ("silent groups", f"{summary['zero_advantage_share']:.0%}"),

@@ -175,6 +175,12 @@ class Trajectory:
         return self.ending is Ending.FINISHED and not broken
 
     @property
+    def clean_success(self) -> bool:
+        """Whether it succeeded and broke no rule. An episode that is given up at once breaks none
+        either, so `violation_free` alone does not say that rules were kept while working."""
+        return self.success and self.violation_free
+
+    @property
     def tokens_sampled(self) -> int:
         return sum(len(turn.completion.action_A) for turn in self.turns)
 

@@ -40,14 +40,16 @@ def test_a_recorded_run_is_found_again_until_its_configuration_changes(
     assert path.rows_of("frontdesk", "full", 1) == {}
 
 
-def test_the_table_has_means_and_extremes() -> None:
-    runs = {
-        "full": [dict.fromkeys(path.SHOWN, value) for value in (0.5, 1.0)],
-        "penalty": [],
+def test_the_table_has_means_with_intervals_and_differences_within_seeds() -> None:
+    runs: path.Runs = {
+        "outcome": {seed: dict.fromkeys(path.SHOWN, 0.5) for seed in (0, 1)},
+        "full": {1: dict.fromkeys(path.SHOWN, 0.75), 2: dict.fromkeys(path.SHOWN, 1.0)},
+        "penalty": {},
     }
-    head, rule, first, *_ = path.summary(runs)
-    assert head == "| | full (2) |" and rule == "|---|---|"
-    assert first == "| success | 0.75 [0.5, 1] |"
+    head, rule, first, *_, last = path.summary(runs)
+    assert head == "| | outcome (2) | full (2) |" and rule == "|---|---|---|"
+    assert first == "| success | 0.5 [0.5, 0.5] | 0.875 [0.75, 1] |"
+    assert last == "| success more than outcome | 0 [0, 0] | 0.25 [0.25, 0.25] |"
 
 
 def test_the_variances_of_a_stage_add_up() -> None:

@@ -139,7 +139,7 @@ def verify(desk: Desk, account: int, pin: int) -> tuple[Desk, str]:
     """Checks the identity of the holder of an account."""
     _account(desk, account)
     if desk.pins[account] != pin:
-        return desk, "wrong pin"
+        raise ToolError(f"{pin} is not the pin of {account}")
     return desk.after("verified", account), "verified"
 
 
