@@ -40,7 +40,8 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }
-TRAINING = ("optim.", "loss.", "algorithm_options=")  # settings that no warm start reads
+# Settings that no warm start reads.
+TRAINING = ("optim.", "loss.", "algorithm_options=", "group_size=", "tasks=", "trunks=")
 SHOWN = ("calculator", "workshop")  # what is compared when no task is named
 # What the time of a span is spent on; the rest of an iteration is "other".
 PARTS = {

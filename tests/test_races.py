@@ -243,7 +243,7 @@ def test_one_warm_start_serves_all_rates(monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(races, "warm_weights", weights)
-    for settings in ((), ("optim.lr=1e-3",), ("loss.epochs=2", "optim.beta2=0.9")):
+    for settings in ((), ("optim.lr=1e-3",), ("loss.epochs=2", "tasks=9", "group_size=3")):
         one = Race("workshop", "grpo", settings, 0, 20, BUDGET)
         with pytest.raises(InterruptedError), races.warmed(one):
             pass
