@@ -213,13 +213,14 @@ def review(rules: Sequence[Rule], episodes: Sequence[list[Move]]) -> tuple[Tried
 
 
 def show_rules(tried: Tried, compliant: Tried | None, console: Console) -> None:
-    """A row a rule: what it is, and how often the scripts meet it."""
+    """A row a rule: what it is, and how often the scripts meet it ("-": a rule cannot answer)."""
     heads = ["rule", "kind", "worth", "hits", *(["compliant"] if compliant else [])]
     title = "path rules, and how often scripted episodes meet them"
     table = Table(*heads, title=title, title_justify="left")
     for rule in tried.rules:
         told = Text(rule.name).append(f"\n{rule.description}", style="dim")
-        rates = [f"{t.rate(rule):.2f}" for t in (tried, compliant) if t is not None]
+        asked = [t for t in (tried, compliant) if t is not None]
+        rates = [f"{t.rate(rule):.2f}" if t.hits else "-" for t in asked]
         table.add_row(told, str(rule.channel), f"{rule.magnitude:g}", *rates)
     console.print(table)
 

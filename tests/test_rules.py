@@ -198,6 +198,18 @@ def test_rules_come_from_a_file_of_ones_own(tmp_path):
     assert domain.tools == load_domain(Config()).tools
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("x = = 1\n", "SyntaxError.*line 1"), ("\nimport no_such_module\n", "ModuleNotFound.*line 2")],
+)
+def test_a_file_that_cannot_be_loaded_is_named_with_its_line(tmp_path, text: str, message: str):
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    for data in (Data(rules=str(file)), Data(domain=f"{file}:make")):
+        with pytest.raises(ConfigError, match=rf"own\.py.*cannot be loaded.*{message}"):
+            load_domain(Config(data=data))
+
+
 def test_rules_that_are_not_there_are_refused(tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,7 @@ def _own_rules(file: str) -> list[Rule]:
         raise ConfigError(
             f"data.rules={file!r}: there is no such file; give a path that exists from {Path.cwd()}"
         )
-    declared = vars(_load_module(path.resolve())).values()
+    declared = vars(_own_module(path, "data.rules", file)).values()
     rules = [value for value in declared if isinstance(value, Rule)]
     if not rules:
         raise ConfigError(
@@ -89,7 +90,7 @@ def load_function(reference: str, key: str) -> Callable[..., Any]:
             f"{key}={reference!r}: there is no file {file!r}; give a path that exists from "
             f"{Path.cwd()}"
         )
-    function = getattr(_load_module(path.resolve()), name, None)
+    function = getattr(_own_module(path, key, reference), name, None)
     if not callable(function):
         raise ConfigError(
             f"{key}={reference!r}: {file} has no function {name!r}; define it there or name "
@@ -97,6 +98,21 @@ def load_function(reference: str, key: str) -> Callable[..., Any]:
         )
     result: Callable[..., Any] = function
     return result
+
+
+def _own_module(path: Path, key: str, value: str) -> ModuleType:
+    """The module in a user's file, or `ConfigError` with what it raised and where."""
+    try:
+        return _load_module(path.resolve())
+    except ConfigError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError) else f", {last.filename}, line {last.lineno}"
+        raise ConfigError(
+            f"{key}={value!r}: the file cannot be loaded ({type(error).__name__}: {error}{where}); "
+            f"mend it, `python {path}` shows the same"
+        ) from error
 
 
 def _load_module(path: Path) -> ModuleType:
