@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fastturn.config import Config, Dist, Model, Rollouts
 from fastturn.devices import DEVICES, Device
-from fastturn.memory import GIB, Setting, activations_token, held_gib, step_gib
+from fastturn.memory import GIB, PUBLISHED, Setting, activations_token, held_gib, step_gib
 from fastturn.shape import Shape
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
@@ -149,7 +149,7 @@ def held(subject: Subject, ranks: int, shard_ranks: int = 0) -> tuple[float, flo
     uses = held_gib(config, shape, ranks)
     step = step_gib(config, shape, ranks, WORK.micro_batch)
     first = sum(uses.values()) + sum(step.values())
-    return first - uses["weights to sample from"], first
+    return first - uses[PUBLISHED], first
 
 
 def gathered(subject: Subject) -> tuple[float, float]:

@@ -35,7 +35,7 @@ from fastturn.config import ConfigError
 from fastturn.lifeline import Lifeline
 
 T = TypeVar("T")
-START_S = 40.0
+START_S = 30.0
 COLLECTIVE_S = 1800.0
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -317,20 +317,26 @@ def _meet(rank: int, size: int) -> Any:
     """The store that all ranks have reached, or `DistError` naming those that have not."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = _store()
+        store = _store(rank, size)
     except (RuntimeError, OSError, ValueError) as error:
         cause = (
             "the port is in use by another program; choose another --master-port"
             if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
-            else f"not all of {size} ranks came within {START_S:g} s, or another program answers "
-            f"there; start all ranks with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+            else f"rank 0 did not come within {START_S:g} s, or another program answers there; "
+            f"start all ranks with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
         )
         raise DistError(f"no meeting at {place}: {cause}. ({_line(error)})") from error
     keys = [f"present/{other}" for other in range(size)]
     store.set(keys[rank], socket.gethostname())
     deadline_s = time.monotonic() + START_S
-    while missing := [other for other in range(size) if not store.check([keys[other]])]:
-        if time.monotonic() > deadline_s:
+    missing = list(range(size))
+    while missing:
+        late = time.monotonic() > deadline_s
+        try:
+            missing = [other for other in missing if not store.check([keys[other]])]
+        except RuntimeError:  # rank 0, which keeps the store, has given up
+            late = True
+        if missing and late:
             raise DistError(
                 f"{'ranks' if len(missing) > 1 else 'rank'} "
                 f"{', '.join(map(str, missing))} did not come to {place} within {START_S:g} s; "
@@ -340,14 +346,20 @@ def _meet(rank: int, size: int) -> Any:
     return store
 
 
-def _store() -> Any:
-    """torch's key-value store of the run. In a thread of its own, because torch waits several times
-    as long as it is told for an address that takes connections and never answers."""
+def _store(rank: int, size: int) -> Any:
+    """torch's key-value store of the run, kept by rank 0 or by torchrun's agent. In a thread of its
+    own, because torch waits several times as long as it is told for an address that takes
+    connections and never answers."""
     result: list[Any] = []
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    keeper = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def open_store() -> None:
+        # Nobody is waited for here: `_meet` knows the missing by name.
+        patience = timedelta(seconds=START_S)
+        place = (address, port, size, keeper, patience)
         try:
-            result.append(next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0])
+            result.append(dist.TCPStore(*place, wait_for_workers=False, multi_tenant=True))
         except (RuntimeError, OSError, ValueError) as error:
             result.append(error)
 

@@ -26,6 +26,7 @@ HEAD_GRANULE = 8  # rows are padded to a multiple of it
 RESIDENT_TOKENS = 65536  # most tokens that the sampler decodes at once
 STORE_GIB = 0.5  # keys and values that it keeps for the next call
 KEPT_CACHE = "keys and values kept"
+PUBLISHED = "weights to publish from (rank 0 only)"
 PROCESS_GIB = 0.43  # resident in a process that has loaded everything and computed one tiny step
 
 
@@ -136,7 +137,7 @@ def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
     """What one of `ranks` processes holds of the model as long as the run lasts, in GiB by use.
 
     Example: 1.7 billion parameters in float32 on 8 ranks: weights .79, moments 1.58, and 6.33 for
-    the whole copy that each samples from.
+    the whole copy that each samples from, or that rank 0 publishes from when servers sample.
     """
     setting = Setting.of(config, ranks)
     frozen = shape.parameters * setting.stored / setting.shards
@@ -144,11 +145,12 @@ def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
     referred = config.loss.kl_coef > 0 and not config.starts_as_reference
     copy = (shape.parameters + shape.adapters(setting.rank)) * setting.compute
     copied = setting.fsdp or (config.rollout.engine == "local" and algorithm_of(config).lags)
+    name = "weights to sample from" if config.rollout.engine == "local" else PUBLISHED
     uses = {
         "weights": frozen + (trained if setting.rank else 0),
         "AdamW moments": 2 * trained,
         "reference weights": referred * frozen,
-        "weights to sample from": copied * copy,
+        name: copied * copy,
     }
     return {name: value / GIB for name, value in uses.items() if value}
 

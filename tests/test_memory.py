@@ -243,6 +243,8 @@ def test_memory_of_one_of_several_ranks(capsys: pytest.CaptureFixture[str]) -> N
         assert one[name] == alone[name] / 8
     assert one["weights to sample from"] == alone["weights"]
     assert "weights to sample from" not in alone
+    served = override(config, ["rollout.engine=vllm", "rollout.urls=http://a:1"])
+    assert total(served, 8)["weights to publish from (rank 0 only)"] == alone["weights"]
     groups = total(override(config, ["dist.shard_ranks=2"]), 8)
     assert groups["weights"] == alone["weights"] / 2
     mixed = total(override(config, ["model.dtype=mixed"]))
