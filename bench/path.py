@@ -125,8 +125,10 @@ def recorded_stages(run: Run) -> list[dict[str, Any]]:
 
 
 def decomposition_error(stage: dict[str, Any]) -> float:
-    """|Var R - (Var O + Var P + 2 Cov)| of a stage whose path rewards are not faded."""
-    parts = stage["var_outcome"] + stage["var_path"] + 2 * stage["cov_outcome_path"]
+    """|Var R - (Var O + s² Var P + 2 s Cov)| of a stage, s the scale of its path rewards."""
+    scale = stage["path_scale"]
+    path = scale**2 * stage["var_path"] + 2 * scale * stage["cov_outcome_path"]
+    parts = stage["var_outcome"] + path
     return float(abs(stage["var_return"] - parts))
 
 

@@ -52,7 +52,7 @@ from fastturn.sampler.server import EngineError
 from fastturn.tally import book, iteration_record, result_rows, run_summary
 from fastturn.transcripts import transcripts
 from fastturn.tree import Gathered, Unfolding
-from fastturn.types import Trunk
+from fastturn.types import Trajectory, Trunk
 
 MOST_CUT = 0.3  # share of truncated episodes in the first iteration that earns a warning
 __all__ = ["RunError", "train"]
@@ -106,11 +106,17 @@ def warm_start(run: Run) -> None:
             cursor.warm_step += 1
             nll = -step.mean("logprob")
             if cursor.warm_step % 10 == 0 or cursor.warm_step == config.warm.steps:
-                run.record("warm", {"step": cursor.warm_step, "loss": nll, "lr": lr})
+                count = {"demonstrations": cursor.warm_step * config.warm.batch}
+                kept = {name: _share(shown, name) for name in ("violation_free", "clean_success")}
+                run.record("warm", {"step": cursor.warm_step, "loss": nll, "lr": lr} | count | kept)
             bar.advance(1, loss=nll)
             stop_if_asked(run)
     cursor.phase, cursor.version = "train", cursor.version + 1
     run.begin_training()
+
+
+def _share(episodes: Sequence[Trajectory], name: str) -> float:
+    return sum(getattr(episode, name) for episode in episodes) / len(episodes)
 
 
 def evaluate_before(run: Run) -> None:

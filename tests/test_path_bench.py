@@ -11,6 +11,7 @@ from fastturn import trainer
 from fastturn.bench import path
 from fastturn.bench.quickstarts import opened
 from fastturn.bench.record import rows
+from fastturn.channels import PATIENCE
 from fastturn.config import as_dict, override
 from fastturn.recipes import RECIPES
 
@@ -55,8 +56,11 @@ def test_the_table_has_means_with_intervals_and_differences_within_seeds() -> No
 def test_the_variances_of_a_stage_add_up() -> None:
     """Var R = Var O + Var P + 2 Cov: outcomes (1, 0) and path returns (-.25, 0)."""
     stage = {"var_outcome": 0.25, "var_path": 0.015625, "cov_outcome_path": -0.0625}
+    stage["path_scale"] = 1.0
     assert path.decomposition_error({**stage, "var_return": 0.140625}) == 0.0
     assert path.decomposition_error({**stage, "var_return": 0.25}) == 0.109375
+    halved = {**stage, "path_scale": 0.5, "var_return": 0.19140625}
+    assert path.decomposition_error(halved) == 0.0
 
 
 @pytest.mark.parametrize("recipe", ["frontdesk", "shell"])
@@ -66,7 +70,15 @@ def test_recipes_with_house_rules_train_both_channels(recipe: str) -> None:
     with opened(small, recipe) as run:
         trainer.warm_start(run)
         record = trainer.one_iteration(run)
+        run.cursor.streak = PATIENCE + 2
+        faded = trainer.one_iteration(run)["iteration"]
+        assert run.cursor.streak == 0  # nothing asks for it: path rewards are whole again
         stages = path.recorded_stages(run)
+        lines = map(json.loads, (run.out / "records.jsonl").read_text().splitlines())
+        shown = [line for line in lines if line["kind"] == "warm"]
+    assert {s["path_scale"] for s in stages if s["iteration"] == faded} == {0.25}
+    assert [line["demonstrations"] for line in shown] == [160, 320, 480]
+    assert all(0 < line["clean_success"] <= line["violation_free"] < 1 for line in shown)
     assert stages and record["rollouts"] > 0
     assert {"var_outcome", "var_path", "cov_outcome_path", "iteration"} <= stages[0].keys()
     assert max(map(path.decomposition_error, stages)) < 1e-9
