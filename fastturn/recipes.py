@@ -30,7 +30,7 @@ def frontdesk() -> Config:
     """A small Qwen3 learns to run a front desk by its house rules, on a CPU, in two minutes."""
     return Config(
         recipe="frontdesk",
-        iterations=28,
+        iterations=24,
         tasks=32,
         group_size=5,
         turns=8,
