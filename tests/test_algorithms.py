@@ -48,6 +48,7 @@ def needed(tmp_path_factory) -> dict[str, list[str]]:
     return {
         "gsm8k-smollm2": questions,
         "gsm8k-python-smollm2": questions,
+        "mawps-smollm2": [*questions, "data.eval_tasks=8"],
         "hotpotqa-smollm2": [*questions, f"data.domain=search:corpus={corpus}"],
     }
 

@@ -10,6 +10,7 @@ from fastturn.envs import (  # noqa: F401  (registers the built-in domains)
     math,
     search,
     shell,
+    tau2,
     workshop,
 )
 from fastturn.envs.base import (

@@ -56,7 +56,7 @@ class Verifier:
         outcome = self._sandbox.run([_VERIFY.format(given=given)])
         last = outcome.output.strip().rpartition("\n")[2]
         try:
-            return float(last) if outcome.finished else None
+            return min(max(float(last), 0.0), 1.0) if outcome.finished else None
         except ValueError:
             return None
 
