@@ -167,7 +167,7 @@ def one_iteration(run: Run) -> dict[str, Any]:
     stages = list(plan_stages(run))
     name = f"iteration {cursor.iteration + 1}"
     following = next_roots(run)
-    shares = divided(following, [turn + 1 for turn, _ in stages[cursor.stage :]])
+    shares = divided(following, room(stages[cursor.stage :]))
     grown: list[Trunk] = []  # those of the next iteration
     with run.progress.task(name, len(stages), cursor.stage) as bar:
         for (turn, points), share in zip(stages[cursor.stage :], shares, strict=True):
@@ -234,10 +234,21 @@ def divided(items: Sequence[Point], shares: Sequence[int]) -> list[Sequence[Poin
     return [items[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
 
+def room(stages: Sequence[tuple[int, Sequence[Point]]]) -> list[int]:
+    """How much servers can do beside each stage, in numbers that only compare: boundaries times
+    turns read, as the trainer's work on them grows. (Early stages play the last turns only and
+    leave servers the most time.) Stages below the mean have none: a trunk takes a whole episode,
+    however many grow at once, and would outlast them.
+
+    Example: 6, 28, 32 and 32 boundaries of turns 3, 2, 1 and 0 give 0, 84, 64 and 0.
+    """
+    work = [(turn + 1) * len(points) for turn, points in stages]
+    return [size if size * len(work) >= sum(work) else 0 for size in work]
+
+
 def next_roots(run: Run) -> list[Point]:
     """The roots of the next iteration's trunks, when these are to be grown beside this one's
-    stages. Trunks only say which states are visited, so an older policy may grow them. (Early
-    stages, which play the last turns only, leave servers the most time for it.)"""
+    stages. Trunks only say which states are visited, so an older policy may grow them."""
     config, following = run.config, run.cursor.iteration + 1
     if (
         algorithm_of(config).stages is None

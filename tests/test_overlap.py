@@ -172,6 +172,16 @@ def test_prefetched_trunks_change_the_states_of_later_iterations_only(ways):
     assert len(ratios) >= 3 and ratios == pytest.approx([1.0] * len(ratios), abs=1e-3)
 
 
+def test_trunks_grow_beside_stages_that_outlast_them():
+    def stages(*sizes: int) -> list[tuple[int, list[Any]]]:
+        return [(len(sizes) - 1 - i, [None] * size) for i, size in enumerate(sizes)]
+
+    assert trainer.room(stages(6, 28, 32, 32)) == [0, 84, 64, 0]
+    assert trainer.room(stages(5)) == [5] and trainer.room(stages(8, 4)) == [16, 0]
+    parts = trainer.divided(list(range(32)), trainer.room(stages(6, 28, 32, 32)))
+    assert [len(part) for part in parts] == [0, 18, 14, 0]
+
+
 def test_unknown_overlaps_are_named():
     with pytest.raises(ConfigError, match=r"rollout.overlap='streams': expected any of stream"):
         override(quickstart(), ["rollout.overlap=streams"])
