@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
     for result in results:
         seeds.setdefault(result.race.name, {})[result.race.seed] = result
     base, ratio = seeds.get(first, {}), "log ratio"  # peers do not tell theirs
-    for name, by_seed in seeds.items():
+    for name, by_seed in sorted(seeds.items(), key=lambda pair: (pair[0] != first, pair[0])):
         found = list(by_seed.values())
         pairs = [(by_seed[seed], base[seed]) for seed in by_seed.keys() & base.keys()]
         columns: dict[str, list[float]] = {
@@ -89,9 +90,10 @@ PLAIN = ("tokens / success", "device-s")  # printed without decimals
 BARE = ("tool calls", "truncated", "cost / first", *PLAIN)  # printed without their interval
 
 
-def markdown(rows: Sequence[tuple[str, Mapping[str, Interval]]], seeds: Mapping[str, int]) -> str:
-    """The table as it stands in the documentation."""
-    columns = list(dict.fromkeys(column for _, row in rows for column in row))
+def markdown(results: Sequence[Result], first: str, shown: Collection[str] = ()) -> str:
+    """The table as it stands in the documentation: the columns of `compared`, or those `shown`."""
+    rows, seeds = list(compared(results, first)), Counter(result.race.name for result in results)
+    columns = list(dict.fromkeys(c for _, row in rows for c in row if not shown or c in shown))
     lines = ["| " + " | ".join(("entrant (seeds)", *columns)) + " |", "|---" * (len(columns) + 1)]
     lines[1] += "|"
     for name, row in rows:
@@ -106,9 +108,9 @@ def _cell(column: str, value: Interval) -> str:
     return mean if column in BARE else f"{mean} [{low}, {high}]"
 
 
-def plotted(results: Sequence[Result], path: Path) -> None:
-    """Success against rollouts and against device-seconds: the mean over seeds at every evaluation,
-    with the range of the seeds as a band."""
+def plotted(results: Sequence[Result]) -> str:
+    """An SVG of success against rollouts and against device-seconds: the mean over seeds at every
+    evaluation, with the range of the seeds as a band. Equal results give equal text."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -129,10 +131,10 @@ def plotted(results: Sequence[Result], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("success, sampled at T = 1")
     panels[1].legend(fontsize=7)
-    with rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "fastturn"}
-    ):  # equal data, equal bytes
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    file = StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fastturn"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue()
 
 
 def races(args: argparse.Namespace, task: str) -> list[Race]:
@@ -228,10 +230,7 @@ def said(result: Result) -> str:
 
 def shown(task: str, results: Sequence[Result], first: str, folder: Path | None) -> None:
     """Print the table of a task, and draw it."""
-    seeds: dict[str, Any] = {}
-    for result in results:
-        seeds[result.race.name] = seeds.get(result.race.name, 0) + 1
     if results:
-        print(f"\n{task}\n{markdown(list(compared(results, first)), seeds)}", flush=True)
+        print(f"\n{task}\n{markdown(results, first)}", flush=True)
     if results and folder is not None:
-        plotted(results, folder / f"algorithms-{task}.svg")
+        (folder / f"algorithms-{task}.svg").write_text(plotted(results))

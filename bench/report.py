@@ -1,10 +1,11 @@
-"""The numbers in README.md and docs/benchmarks.md, made from recorded rows and never typed.
+"""The tables of README.md, docs/benchmarks.md and docs/algorithms.md, and their pictures, made from
+what was recorded and never typed.
 
     .venv/bin/python scripts/bench report             # writes them
     .venv/bin/python scripts/bench report --check     # status 1 when they are not what is written
 
 A block stands between `<!-- bench: NAME -->` and `<!-- end -->`. Every row that is shown must have
-been recorded at a commit of this history.
+been recorded at a commit of this history. `COMPARED` are tables of races (`algorithms.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
+from .algorithms import markdown, plotted
+from .races import Budget, Race, Result, recorded
 from .record import ROOT, Row
 from .recorded import Results, require_history
 
@@ -163,13 +167,50 @@ def plot(results: Results) -> str:
     return file.getvalue()
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Races that stand in one table; `first` is what the others are measured by, `shown` are the
+    columns (none: all)."""
+
+    task: str
+    seeds: range
+    budget: Budget
+    shown: tuple[str, ...] = ()
+    first: str = "grpo"
+    warm_steps: int = 600
+
+    def results(self) -> list[Result]:
+        def of(race: Race) -> bool:
+            same = (race.task, race.warm_steps, race.budget)
+            return race.seed in self.seeds and same == (self.task, self.warm_steps, self.budget)
+
+        return [result for result in recorded() if of(result.race)]
+
+    def table(self, results: Results) -> str:
+        return markdown(self.results(), self.first, self.shown) + "\n"
+
+
+COMPARED = {
+    "workshop": Compared("workshop", range(5), Budget(4800)),
+    "tuning": Compared(
+        "workshop", range(10, 12), Budget(2400, evaluations=1), ("sampled", "greedy")
+    ),
+    "calculator": Compared("calculator", range(5), Budget(9600, evaluations=10)),
+}
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "headline": headline,
     "training": training,
     "everything": everything,
+    **{name: compared.table for name, compared in COMPARED.items()},
 }
-FILES = ("README.md", "docs/benchmarks.md")
-PLOT = "docs/train.svg"
+FILES = ("README.md", "docs/benchmarks.md", "docs/algorithms.md")
+PLOTS: Mapping[str, Callable[[Results], str]] = {
+    "docs/train.svg": plot,
+    **{
+        f"docs/algorithms-{name}.svg": lambda _, name=name: plotted(COMPARED[name].results())
+        for name in ("workshop", "calculator")
+    },
+}
 
 
 def filled(text: str, results: Results) -> str:
@@ -182,7 +223,7 @@ def written(root: Path = ROOT) -> tuple[dict[Path, str], Results]:
     shown."""
     results = Results.load()
     found = {root / name: filled((root / name).read_text(), results) for name in FILES}
-    found[root / PLOT] = plot(results)
+    found |= {root / name: drawn(results) for name, drawn in PLOTS.items()}
     require_history(results.shown.values())
     return found, results
 

@@ -15,7 +15,7 @@ from fastturn.bench.recorded import ForeignRow, Results, history
 
 def test_files_are_what_the_rows_of_this_history_say() -> None:
     files, results = report.written()
-    assert set(files) == {ROOT / name for name in (*report.FILES, report.PLOT)}
+    assert set(files) == {ROOT / name for name in (*report.FILES, *report.PLOTS)}
     for path, text in files.items():
         assert path.read_text() == text, f"{path}: run scripts/bench report"
     assert len(results.shown) > 100

@@ -149,10 +149,13 @@ def test_the_table_compares_within_seeds():
     assert first["more than first"] == (0, 0, 0) and first["cost / first"] == (1, 1, 1)
     assert second["more than first"] == (0.25, 0.25, 0.25)
     assert second["sampled"][0] == pytest.approx(1.75 / 3)
-    seeds = {race("grpo").name: 2, race("rtpo").name: 3}
-    table = algorithms.markdown(list(rows.items()), seeds).splitlines()
+    table = algorithms.markdown(results, results[0].race.name).splitlines()
     assert len(table) == 4 and {line.count("|") for line in table} == {table[0].count("|")}
     assert "| 0.250 [0.250, 0.250] |" in table[3]
+    assert table[2].startswith(f"| {race('grpo').name} (2) |")
+    assert table[3].startswith(f"| {race('rtpo').name} (3) |")
+    few = algorithms.markdown(results, results[0].race.name, ("sampled",))
+    assert few.splitlines()[0] == "| entrant (seeds) | sampled |"
 
 
 def test_entrants_are_compared_at_the_budget_itself():
@@ -177,14 +180,12 @@ def test_intervals_cover_what_they_should():
     assert algorithms.interval([0.5]) == (0.5, 0.5, 0.5)
 
 
-def test_the_picture_is_drawn(tmp_path: Path):
+def test_the_picture_is_drawn():
     results = [result("grpo", 0, 0.25), result("rtpo", 0, 0.5), result("rtpo", 1, 0.75)]
-    for name in ("a.svg", "b.svg"):
-        algorithms.plotted(results, tmp_path / name)
-    text = (tmp_path / "a.svg").read_text()
+    text = algorithms.plotted(results)
     for said in ("device-seconds", "rollouts", results[0].race.name, results[1].race.name):
         assert f">{said}<" in text
-    assert (tmp_path / "b.svg").read_text() == text
+    assert algorithms.plotted(results) == text
 
 
 @pytest.mark.parametrize(
