@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,7 @@ def one_iteration(run: Run) -> dict[str, Any]:
     stages = list(plan_stages(run))
     name = f"iteration {cursor.iteration + 1}"
     following = next_roots(run)
-    shares = divided(following, room(stages[cursor.stage :]))
+    shares = tree.divided(following, tree.room(stages[cursor.stage :]))
     grown: list[Trunk] = []  # those of the next iteration
     with run.progress.task(name, len(stages), cursor.stage) as bar:
         for (turn, points), share in zip(stages[cursor.stage :], shares, strict=True):
@@ -223,27 +222,6 @@ def of_root(trunk: Trunk) -> tuple[str, int]:
     """Which root it grew from: task and number."""
     root = trunk.snapshots[0]
     return root.task.id, root.trunk
-
-
-def divided(items: Sequence[Point], shares: Sequence[int]) -> list[Sequence[Point]]:
-    """Consecutive parts in proportion to `shares`.
-
-    Example: 10 items in shares 3, 2, 1 are parts of 5, 3 and 2.
-    """
-    ends = np.round(np.cumsum(shares) / max(1, sum(shares)) * len(items)).astype(int)
-    return [items[start:end] for start, end in pairwise([0, *ends.tolist()])]
-
-
-def room(stages: Sequence[tuple[int, Sequence[Point]]]) -> list[int]:
-    """How much servers can do beside each stage, in numbers that only compare: boundaries times
-    turns read, as the trainer's work on them grows. (Early stages play the last turns only and
-    leave servers the most time.) Stages below the mean have none: a trunk takes a whole episode,
-    however many grow at once, and would outlast them.
-
-    Example: 6, 28, 32 and 32 boundaries of turns 3, 2, 1 and 0 give 0, 84, 64 and 0.
-    """
-    work = [(turn + 1) * len(points) for turn, points in stages]
-    return [size if size * len(work) >= sum(work) else 0 for size in work]
 
 
 def next_roots(run: Run) -> list[Point]:

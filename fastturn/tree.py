@@ -13,7 +13,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from fastturn.beside import Beside, Inline
 from fastturn.config import Config
@@ -263,3 +266,24 @@ def stages(trunks: Sequence[Trunk]) -> Iterator[tuple[int, list[Point]]]:
     deepest = max((len(trunk.snapshots) for trunk in trunks), default=0)
     for k in reversed(range(deepest)):
         yield k, [trunk.snapshots[k] for trunk in trunks if k < len(trunk.snapshots)]
+
+
+def room(stages: Sequence[tuple[int, Sequence[Point]]]) -> list[int]:
+    """How much servers can do beside each stage, in numbers that only compare: boundaries times
+    turns read, as the trainer's work on them grows. (Early stages play the last turns only and
+    leave servers the most time.) Stages below the mean have none: a trunk takes a whole episode,
+    however many grow at once, and would outlast them.
+
+    Example: 6, 28, 32 and 32 boundaries of turns 3, 2, 1 and 0 give 0, 84, 64 and 0.
+    """
+    work = [(turn + 1) * len(points) for turn, points in stages]
+    return [size if size * len(work) >= sum(work) else 0 for size in work]
+
+
+def divided(items: Sequence[Point], shares: Sequence[int]) -> list[Sequence[Point]]:
+    """Consecutive parts in proportion to `shares`.
+
+    Example: 10 items in shares 3, 2, 1 are parts of 5, 3 and 2.
+    """
+    ends = np.round(np.cumsum(shares) / max(1, sum(shares)) * len(items)).astype(int)
+    return [items[start:end] for start, end in pairwise([0, *ends.tolist()])]

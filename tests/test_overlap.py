@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastturn import engines, trainer
+from fastturn import engines, trainer, tree
 from fastturn.bench import overlap
 from fastturn.beside import Beside
 from fastturn.config import ConfigError, override
@@ -176,9 +176,9 @@ def test_trunks_grow_beside_stages_that_outlast_them():
     def stages(*sizes: int) -> list[tuple[int, list[Any]]]:
         return [(len(sizes) - 1 - i, [None] * size) for i, size in enumerate(sizes)]
 
-    assert trainer.room(stages(6, 28, 32, 32)) == [0, 84, 64, 0]
-    assert trainer.room(stages(5)) == [5] and trainer.room(stages(8, 4)) == [16, 0]
-    parts = trainer.divided(list(range(32)), trainer.room(stages(6, 28, 32, 32)))
+    assert tree.room(stages(6, 28, 32, 32)) == [0, 84, 64, 0]
+    assert tree.room(stages(5)) == [5] and tree.room(stages(8, 4)) == [16, 0]
+    parts = tree.divided(list(range(32)), tree.room(stages(6, 28, 32, 32)))
     assert [len(part) for part in parts] == [0, 18, 14, 0]
 
 
