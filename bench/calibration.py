@@ -49,7 +49,7 @@ FROM: Mapping[str, tuple[str, ...]] = {
     "from 16 tasks, width 96": ("16 tasks, width 96",),
 }
 ALGORITHMS = ("rtpo", "grpo")
-WARM_STEPS = 600
+WARM_STEPS = 300
 
 
 def config_pairs(algorithm: str, size: str, seed: int) -> tuple[str, ...]:
@@ -162,8 +162,8 @@ def from_rows(rows: Mapping[tuple[str, str, str], Row], algorithm: str, size: st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("calibration", __doc__, repeats=3)
-    parser.add_argument("--iterations", type=int, default=12)
+    parser = command.parser("calibration", __doc__, repeats=1)
+    parser.add_argument("--iterations", type=int, default=8)
     args = command.options(parser, argv)
     args.device = "cpu"
     with tempfile.TemporaryDirectory() as folder:
