@@ -131,3 +131,22 @@ def levels(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
         cost = {"device_seconds": seconds, "gpu_hours": seconds / 3600, "rollouts": rollouts}
         found += [{"success": level, **cost} for level in LEVELS[len(found) :] if success >= level]
     return found
+
+
+def curves(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's ledger as a record for trackers: device-seconds of each pool by span, device-hours in
+    all and to each success level.
+
+    Example: `{"kind": "ledger", "device_hours to success": {"0.5": 0.02}, ...}`.
+    """
+    pools = summary.get("pools") or {}
+    servers = pools.get("servers") or {}
+    busy = {"busy": servers["busy"], **servers["idle"]} if servers else {}
+    reached = {f"{x['success']:g}": x["gpu_hours"] for x in summary.get("levels") or ()}
+    return {
+        "kind": "ledger",
+        "device_hours": sum(pool["device_seconds"] for pool in pools.values()) / 3600,
+        "trainer": (pools.get("trainer") or {}).get("spans", {}),
+        "servers": busy,
+        "device_hours to success": reached,
+    }

@@ -136,7 +136,7 @@ class _Hosted:
         self._run = module.init(**options)
         self._logged = 0
         if name == "wandb":  # each kind of record has its own horizontal axis
-            for kind in ("warm", "stage", "iteration", "eval"):
+            for kind in ("warm", "stage", "iteration", "eval", "ledger"):
                 self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step")
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -39,11 +39,15 @@ def test_tensorboard_files_read_back_and_follow_a_resume(tmp_path: Path) -> None
     second = Meter(tmp_path, ("tensorboard",), state=state)
     second.record("stage", {"iteration": 0, "step": 8, "loss": 0.25})
     second.record("eval", {"iteration": 3, "split": "during", "success": 0.75})
-    second.summary({})  # flushes
+    second.summary({"levels": [{"success": 0.7, "gpu_hours": 0.5}]})  # flushes
     found = read_tensorboard(tmp_path)
     assert found["stage/loss"] == [(7, 0.5), (8, 0.25)]
     assert found["stage/counts/cut"] == [(7, 2.0)]
     assert found["eval/during/success"] == [(3, 0.75)]
+    ((_, hours),) = found["ledger/device_hours to success/0.7"]
+    ((_, held_h),) = found["ledger/device_hours"]
+    spans = [curve[0][1] for tag, curve in found.items() if tag.startswith("ledger/trainer/")]
+    assert hours == 0.5 and 3600 * held_h == pytest.approx(sum(spans), rel=1e-5)
     assert not any("split" in tag or tag.endswith("/time") for tag in found)
     second.close()
     first.close()
