@@ -195,6 +195,9 @@ COMPARED = {
     "tuning": Compared(
         "workshop", range(10, 12), Budget(2400, evaluations=1), ("sampled", "greedy")
     ),
+    "confirmation": Compared(
+        "workshop", range(20, 25), Budget(2400, evaluations=1), first="grpo tasks=10"
+    ),
     "calculator": Compared("calculator", range(5), Budget(9600, evaluations=10)),
 }
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
