@@ -2,10 +2,10 @@
 
     .venv/bin/python scripts/bench metering --no-record
 
-The same iteration again and again (a learning rate that moves nothing, the cursor set back), on and
-off in turn, in CPU seconds. Beside the ratio, which holds the noise of the machine, stands what is
-counted: spans of an iteration x nanoseconds of a span, over the iteration. `trace` has the timeline
-on as well.
+The same short iteration again and again (a learning rate that moves nothing, the cursor set back),
+with and without in pairs whose order alternates, in CPU seconds: the median over all pairs, of
+which a row holds bootstrap draws, resolves what one pair cannot. Beside it stands what is counted:
+spans of an iteration x nanoseconds of a span, over the iteration. `trace` has the timeline on too.
 """
 
 from __future__ import annotations
@@ -19,18 +19,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastturn import trainer
 from fastturn.meter import Follower, Meter
 from fastturn.run import Run
 from fastturn.timeline import Timeline
 
 from . import command
-from .measure import ratios, seconds
 from .quickstarts import opened, warm_weights
 from .record import Measured
 
-WARM_STEPS, SPANS = 300, 20_000
-STILL = ("optim.lr=1e-15", "iterations=100000", "warm.steps=0")  # weights stay as they are
+WARM_STEPS, SPANS, DRAWS = 300, 20_000, 1000
+# Weights stay as they are.
+STILL = (
+    "tasks=4",
+    "optim.lr=1e-15",
+    "iterations=100000",
+    "warm.steps=0",
+)  # weights stay as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +115,50 @@ def measure(case: MeteringCase, repeats: int, folder: Path) -> Iterator[Measured
         again(run, counting)()
         kinds = {"off": Silent(), "on": on, "trace": trace}
         run_of = {name: again(run, meter) for name, meter in kinds.items()}
-        times = seconds(run_of, repeats, warm=1, clock=time.process_time)
+        pairs = {name: paired(run_of["off"], run_of[name], repeats) for name in ("on", "trace")}
         costs = {name: span_s(meter) for name, meter in (("on", on), ("trace", trace))}
-    yield Measured(case.name, "off", "cpu time", "s", tuple(times["off"]), config)
+    off_s = tuple(off for off, _ in pairs["on"])
+    yield Measured(case.name, "off", "cpu time", "s", off_s, config)
     yield Measured(case.name, "on", "spans", "1", (float(counting.spans),), config)
     for name, one_s in costs.items():
-        share = tuple(counting.spans * one_s / x for x in times["off"])
+        share = tuple(counting.spans * one_s / x for x in off_s)
         yield Measured(case.name, name, "time of a span", "us", (1e6 * one_s,), config)
         yield Measured(case.name, name, "spans x their time / iteration", "1", share, config)
-        yield Measured(
-            case.name, name, "cpu time / off", "1", ratios(times[name], times["off"]), config
-        )
+        metric = f"cpu time / off, median of {repeats} pairs"
+        yield Measured(case.name, name, metric, "1", medians(pairs[name]), config)
+
+
+def paired(
+    one: Callable[[], Any], other: Callable[[], Any], repeats: int
+) -> list[tuple[float, float]]:
+    """CPU seconds of both, run one after the other, every second time in the other order."""
+    found = []
+    for place in range(-2, repeats):  # the first two warm up
+        order = (one, other) if place % 2 else (other, one)
+        spent = {run: _cpu_s(run) for run in order}
+        if place >= 0:
+            found.append((spent[one], spent[other]))
+    return found
+
+
+def _cpu_s(run: Callable[[], Any]) -> float:
+    start_s = time.process_time()
+    run()
+    return time.process_time() - start_s
+
+
+def medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Bootstrap draws of the median ratio, second over first.
+
+    Example: of equal pairs each is 1.
+    """
+    ratio_N = np.array([second / first for first, second in pairs])
+    chosen_DN = np.random.default_rng(0).integers(len(ratio_N), size=(DRAWS, len(ratio_N)))
+    return tuple(np.median(ratio_N[chosen_DN], axis=1).tolist())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = command.options(command.parser("metering", __doc__, repeats=20), argv)
+    args = command.options(command.parser("metering", __doc__, repeats=100), argv)
     args.device = "cpu"
     with tempfile.TemporaryDirectory() as folder:
         found = (

@@ -18,6 +18,7 @@ from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
+from . import savings
 from .algorithms import markdown, plotted
 from .races import Budget, Race, Result, recorded
 from .record import ROOT, Row
@@ -122,6 +123,16 @@ def training(results: Results) -> str:
     return table((*head, *(f"s to {level}" for level in SHOWN_LEVELS)), rows)
 
 
+def saved(results: Results) -> str:
+    """What each saving does to the cost of RTPO beside GRPO, by scenario."""
+    rows = []
+    for scenario in savings.SCENARIOS:
+        names = ("naive", *savings.SAVINGS)
+        cells = [results.row(scenario.name, name, savings.METRIC) for name in names]
+        rows.append([scenario.name.partition("/")[2], *map(spread, cells)])
+    return table(("GPU-hours / GRPO's", "naive", *(f"+ {x}" for x in savings.SAVINGS)), rows)
+
+
 def everything(results: Results) -> str:
     """All newest rows, one table a benchmark."""
     parts = []
@@ -204,6 +215,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "headline": headline,
     "training": training,
     "everything": everything,
+    "savings": saved,
     **{name: compared.table for name, compared in COMPARED.items()},
 }
 FILES = ("README.md", "docs/benchmarks.md", "docs/algorithms.md")
