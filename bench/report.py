@@ -218,7 +218,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "savings": saved,
     **{name: compared.table for name, compared in COMPARED.items()},
 }
-FILES = ("README.md", "docs/benchmarks.md", "docs/algorithms.md")
+FILES = ("README.md", "docs/benchmarks.md", "docs/algorithms.md", "docs/planning.md")
 PLOTS: Mapping[str, Callable[[Results], str]] = {
     "docs/train.svg": plot,
     **{
