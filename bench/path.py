@@ -58,8 +58,9 @@ class Case:
 
 
 CASES = {
-    "frontdesk": Case("frontdesk", (), 14000, RULED),
-    "shell": Case("shell", (), 14000, RULED),
+    "frontdesk": Case("frontdesk", (), 10000, RULED),
+    "frontdesk-long": Case("frontdesk", (), 14000, ("outcome", "full")),
+    "shell": Case("shell", (), 10000, RULED),
     "frontdesk-gate": Case(
         "frontdesk",
         ("data.domain=frontdesk:level=gate", "warm.compliant=0"),
@@ -76,7 +77,7 @@ CASES = {
 
 
 def pairs_of(case: Case, arm: str, seed: int) -> tuple[str, ...]:
-    return (*case.pairs, *ARMS[arm], f"seed={seed}", "data.eval_tasks=1024")
+    return (*case.pairs, *ARMS[arm], f"seed={seed}", "data.eval_tasks=512")
 
 
 def outcome(case: Case, arm: str, seed: int) -> dict[str, float]:
@@ -152,16 +153,34 @@ def described(case: Case, arm: str, seed: int) -> dict[str, Any]:
 
 def rows_of(name: str, arm: str, seed: int) -> dict[str, float]:
     """What is recorded of a run with the configuration that it has now."""
+    config = config_hash(described(CASES[name], arm, seed))
+    rows = recorded(name, arm, seed)
+    return {row["metric"]: row["p50"] for row in rows if row["config_hash"] == config}
+
+
+def recorded(name: str, arm: str, seed: int) -> list[dict[str, Any]]:
+    """The rows of a run, with whichever defaults of the keys that it does not name."""
     path = RESULTS / "path.jsonl"
-    if not path.exists():
-        return {}
-    wanted = (title_of(name, seed), arm, config_hash(described(CASES[name], arm, seed)))
-    rows = map(json.loads, path.read_text().splitlines())
-    return {
-        row["metric"]: row["p50"]
-        for row in rows
-        if (row["case"], row["provider"], row["config_hash"]) == wanted
-    }
+    lines = path.read_text().splitlines() if path.exists() else []
+    wanted = title_of(name, seed), arm
+    return [row for row in map(json.loads, lines) if (row["case"], row["provider"]) == wanted]
+
+
+def tabulated(name: str, arms: Sequence[str], seeds: int) -> Iterator[str]:
+    """The table of what is recorded, and the commits that it was measured at."""
+    rows = {arm: {seed: recorded(name, arm, seed) for seed in range(seeds)} for arm in arms}
+    yield from summary(
+        {
+            arm: {
+                seed: {row["metric"]: row["p50"] for row in run}
+                for seed, run in runs.items()
+                if run
+            }
+            for arm, runs in rows.items()
+        }
+    )
+    commits = {row["commit"][:8] for runs in rows.values() for run in runs.values() for row in run}
+    yield f"measured at {', '.join(sorted(commits)) or 'no commit yet'}"
 
 
 SHOWN = (
@@ -180,10 +199,13 @@ def summary(runs: Runs) -> Iterator[str]:
     """A Markdown table: means over the seeds with 95 % bootstrap intervals, and what success an
     arm has more than the first one on the same seeds."""
     arms = [arm for arm in runs if runs[arm]]
+    if not arms:
+        return
     yield "| | " + " | ".join(f"{arm} ({len(runs[arm])})" for arm in arms) + " |"
     yield "|---" * (len(arms) + 1) + "|"
     for metric in SHOWN:
-        cells = [shown([run[metric] for run in runs[arm].values()]) for arm in arms]
+        values = [[run[metric] for run in runs[arm].values() if metric in run] for arm in arms]
+        cells = map(shown, values)  # a metric may be younger than a row
         yield f"| {metric} | " + " | ".join(cells) + " |"
     more = [
         [run["success"] - base["success"] for run, base in paired(runs[arm], runs[arms[0]])]
@@ -217,17 +239,19 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(arguments(), argv)
     arms = args.arms or CASES[args.case].arms
+    if args.table:
+        print("\n".join(tabulated(args.case, arms, args.seeds)))
+        return 0
     runs: Runs = {arm: {} for arm in arms}
     for seed in range(args.seeds):  # seeds outside: a slow spell of the machine hits all alike
         for arm in arms:
-            found = {} if args.no_record and not args.table else rows_of(args.case, arm, seed)
-            if not found and not args.table:
+            found = {} if args.no_record else rows_of(args.case, arm, seed)
+            if not found:
                 rows = measured(args.case, arm, seed)
                 found = {row.metric: row.values[0] for row in rows}
                 print(f"{arm}, seed {seed}: {found}", flush=True)
                 if not args.no_record:
                     record("path", rows, "cpu")
-            if found:
-                runs[arm][seed] = found
+            runs[arm][seed] = found
     print("\n".join(summary(runs)))
     return 0

@@ -78,7 +78,8 @@ def test_recipes_with_house_rules_train_both_channels(recipe: str) -> None:
         shown = [line for line in lines if line["kind"] == "warm"]
     assert {s["path_scale"] for s in stages if s["iteration"] == faded} == {0.25}
     assert [line["demonstrations"] for line in shown] == [160, 320, 480]
-    assert all(0 < line["clean_success"] <= line["violation_free"] < 1 for line in shown)
+    assert all(line["clean_success"] <= line["violation_free"] < 1 for line in shown)
+    assert any(line["clean_success"] for line in shown)
     assert stages and record["rollouts"] > 0
     assert {"var_outcome", "var_path", "cov_outcome_path", "iteration"} <= stages[0].keys()
     assert max(map(path.decomposition_error, stages)) < 1e-9

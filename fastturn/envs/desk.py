@@ -139,7 +139,7 @@ def verify(desk: Desk, account: int, pin: int) -> tuple[Desk, str]:
     """Checks the identity of the holder of an account."""
     _account(desk, account)
     if desk.pins[account] != pin:
-        raise ToolError(f"{pin} is not the pin of {account}")
+        return desk, "wrong pin"
     return desk.after("verified", account), "verified"
 
 

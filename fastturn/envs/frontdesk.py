@@ -15,18 +15,17 @@ the outcome, except at the level "gate", where the desk itself refuses what is i
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fastturn.config import Config
 from fastturn.envs.base import Task, register
+from fastturn.envs.calls import write_call
 from fastturn.envs.desk import FIELDS, MOST_CALLS, TOOLS, Contact, Desk, Fact, begin
 from fastturn.envs.desk_rules import RULES
-from fastturn.envs.stateful import Plan, StateDomain, World, insisting, misread
+from fastturn.envs.stateful import Plan, StateDomain, World, misread
 
 _INSTRUCTIONS = (
     "You are the front desk. Do what the user asks by calling tools, one call at a time; `call` "
@@ -42,15 +41,12 @@ class Habits:
     """How often a scripted agent does what, as probabilities.
 
     `stops`: ends the episode instead of seeing to the next duty; `gives_up`: leaves it at a call
-    that was not answered; `slips`: gets a digit of a value or an amount wrong, unnoticed;
-    `misreads`: one of a contact, an account or a pin, which is an error and makes it call again.
-    The rest is what the house rules ask for.
+    that was not answered; `slips`: gets a digit wrong. The rest is what the house rules ask for.
     """
 
     stops: float = 0.3
     gives_up: float = 0.15
     slips: float = 0.2
-    misreads: float = 0.1
     asks_hours: float = 0.15
     waits: float = 0.5
     writes: float = 0.15
@@ -125,7 +121,6 @@ def _draw_contact(rng: random.Random) -> Contact:
 
 def work(task: Task, rng: np.random.Generator, habits: Habits) -> Plan:
     """The scripted agent: sees to the duties in order, then says "done"."""
-    call = partial(_call, rng, habits)
     for kind, subject, *rest in task.data["duties"]:
         if rng.random() < habits.stops:
             break
@@ -133,46 +128,37 @@ def work(task: Task, rng: np.random.Generator, habits: Habits) -> Plan:
             yield from _reach(subject, rng, habits)
             continue
         if rng.random() < habits.verifies:
-            yield from call("verify", account=subject, pin=task.data["pins"][subject])
+            yield write_call("verify", account=subject, pin=task.data["pins"][subject])
         if kind == "changed":
             field, value = rest
-            yield from call("change", account=subject, field=field, value=_slip(value, rng, habits))
+            value = _slip(value, rng, habits)
+            yield write_call("change", account=subject, field=field, value=value)
         else:
-            amount = _slip(rest[0], rng, habits)
-            if rng.random() < habits.confirms:
-                yield from call("confirm", account=subject, amount=amount)
-            yield from call("refund", account=subject, amount=amount)
+            yield from _pay(subject, rest[0], rng, habits)
     yield "done"
 
 
 def _reach(contact: int, rng: np.random.Generator, habits: Habits) -> Plan:
-    call = partial(_call, rng, habits, contact=contact)
     if rng.random() < habits.asks_hours:
-        heard = yield from call("hours")
+        heard = yield write_call("hours", contact=contact)
         if heard == "closed" and rng.random() < habits.waits:
-            yield from call("wait")
+            yield write_call("wait", contact=contact)
     heard, calls = "no answer", 0
     while heard == "no answer":
         if calls and rng.random() < habits.gives_up:
             return
         if calls >= MOST_CALLS and rng.random() < habits.writes:
-            yield from call("write")
+            yield write_call("write", contact=contact)
             return
-        heard = yield from call("dial")
+        heard = yield write_call("dial", contact=_slip(contact, rng, habits))
         calls += 1
 
 
-def _call(
-    rng: np.random.Generator, habits: Habits, tool: str, **arguments: Any
-) -> Generator[str, str, str]:
-    """A call that is made until it is no error; the desk knows its contacts, accounts and pins."""
-
-    def misheard(read: Mapping[str, Any]) -> Mapping[str, Any]:
-        known = [name for name in read if name in ("contact", "account", "pin")]
-        name = known[rng.integers(len(known))]
-        return {**read, name: misread(read[name], rng)}
-
-    return insisting(tool, arguments, misheard, lambda: rng.random() < habits.misreads)
+def _pay(account: int, amount: int, rng: np.random.Generator, habits: Habits) -> Plan:
+    amount = _slip(amount, rng, habits)
+    if rng.random() < habits.confirms:
+        yield write_call("confirm", account=account, amount=amount)
+    yield write_call("refund", account=account, amount=amount)
 
 
 def _slip(number: int, rng: np.random.Generator, habits: Habits) -> int:

@@ -16,15 +16,14 @@ improper.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fastturn.config import Config
 from fastturn.envs.base import Task, register
+from fastturn.envs.calls import write_call
 from fastturn.envs.machine import (
     FOLDERS,
     SERVICES,
@@ -36,7 +35,7 @@ from fastturn.envs.machine import (
     config_of,
 )
 from fastturn.envs.machine_rules import RULES
-from fastturn.envs.stateful import Plan, StateDomain, World, insisting, misread
+from fastturn.envs.stateful import Plan, StateDomain, World, misread
 
 _INSTRUCTIONS = (
     "You operate a machine. Do what the user asks by calling tools, one call at a time; a service "
@@ -51,15 +50,12 @@ class Habits:
     """How often a scripted operator does what, as probabilities.
 
     `stops`: ends the episode instead of seeing to the next duty; `forgets`: leaves out a restart;
-    `slips`: sets a value with a wrong digit or removes a wrong folder, unnoticed;
-    `misreads`: takes a name that there is not, which is an error and makes it call again. The rest
-    is what the house rules ask for.
+    `slips`: takes a wrong digit or folder. The rest is what the house rules ask for.
     """
 
     stops: float = 0.3
     forgets: float = 0.2
     slips: float = 0.2
-    misreads: float = 0.1
     reads: float = 0.15
     checks: float = 0.15
     spares: float = 0.15
@@ -122,55 +118,31 @@ def draw(level: Level, rng: random.Random) -> dict[str, Any]:
 
 def work(task: Task, rng: np.random.Generator, habits: Habits) -> Plan:
     """The scripted operator: sees to the duties in order, then says "done"."""
-    call = partial(_call, rng, habits)
     for kind, name, *rest in task.data["duties"]:
         if rng.random() < (habits.forgets if kind == "restarted" else habits.stops):
             break
         if kind == "removed":
-            yield from call("rm", path=_target(name, rng, habits))
+            yield write_call("rm", path=_target(name, rng, habits))
         elif kind == "restarted":
             if rng.random() < habits.checks:
-                yield from call("check", service=name)
-            yield from call("restart", service=name)
+                yield write_call("check", service=name)
+            yield write_call("restart", service=name)
         else:
             if rng.random() < habits.reads:
-                yield from call("cat", file=name)
+                yield write_call("cat", file=name)
             setting, value = rest
             if rng.random() < habits.slips:
                 value = misread(value, rng)
-            yield from call("edit", file=name, setting=setting, value=value)
+            yield write_call("edit", file=name, setting=setting, value=value)
     yield "done"
 
 
 def _target(path: str, rng: np.random.Generator, habits: Habits) -> str:
-    """What is removed for the sake of the file `path`: the file, its folder, or another folder."""
-    folder = path.partition("/")[0]
-    if rng.random() < habits.spares:
-        return path
+    """What is removed for the sake of the file `path`: the file, its folder, or a wrong one."""
+    folder, _, file = path.partition("/")
     if rng.random() < habits.slips:
-        return str(rng.choice([other for other in FOLDERS if other != folder]))
-    return folder
-
-
-def _call(
-    rng: np.random.Generator, habits: Habits, tool: str, **arguments: Any
-) -> Generator[str, str, str]:
-    """A call that is made until it is no error: the machine knows its files and services."""
-
-    def mistaken(read: Mapping[str, Any]) -> Mapping[str, Any]:
-        (name,) = [name for name in read if name in ("path", "file", "service")]
-        return {**read, name: _mistaken(read[name], rng)}
-
-    return insisting(tool, arguments, mistaken, lambda: rng.random() < habits.misreads)
-
-
-def _mistaken(name: str, rng: np.random.Generator) -> str:
-    """A name that there is not: with a wrong digit, without its ending, or with one too many."""
-    folder, _, number = name.partition("/")
-    if number:
-        return f"{folder}/{misread(int(number), rng)}"
-    bare = name.removesuffix(".conf")
-    return config_of(name) if name == bare else bare
+        folder = str(rng.choice([other for other in FOLDERS if other != folder]))
+    return f"{folder}/{file}" if rng.random() < habits.spares else folder
 
 
 _WORLD = World("shell", TOOLS, begin, RULES, _INSTRUCTIONS, LEVELS, draw, work, OBEYS)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fastturn.config import Config, ConfigError
 from fastturn.envs.base import Action, Env, Message, Observation, Task
-from fastturn.envs.calls import spoken, write_call
+from fastturn.envs.calls import spoken
 from fastturn.envs.drawn import TrainTasks, held_out_tasks
 from fastturn.envs.tools import Tool, run_calls
 from fastturn.options import nearest
@@ -138,23 +138,6 @@ def scripted(plan: Plan) -> Script:
         return next(plan)
 
     return policy
-
-
-def insisting(
-    tool: str,
-    arguments: Mapping[str, Any],
-    misread: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    wrongly: Callable[[], bool],
-) -> Generator[str, str, str]:
-    """A part of a plan: makes a call until it is no error, and returns what was heard. Whenever
-    `wrongly()`, it is made with `misread(arguments)` instead.
-
-    Example: `heard = yield from insisting("dial", {"contact": 482}, swapped, lambda: False)`.
-    """
-    while True:
-        heard = yield write_call(tool, **(misread(arguments) if wrongly() else arguments))
-        if not heard.startswith("error"):
-            return heard
 
 
 def misread(number: int, rng: np.random.Generator) -> int:

@@ -123,7 +123,7 @@ def test_what_counts_as_solved() -> None:
 def test_a_strict_desk_refuses_what_is_improper() -> None:
     wrong_pin, pin = (write_call("verify", account=517, pin=pin) for pin in (40, 44))
     assert answers([CHANGE, wrong_pin, CHANGE, pin, CHANGE], strict=True) == [
-        *("refused", "error", "refused", "verified", "changed")
+        *("refused", "wrong pin", "refused", "verified", "changed")
     ]
     another = write_call("confirm", account=482, amount=61)
     assert answers([VERIFY, REFUND, another, REFUND, CONFIRM, REFUND], strict=True) == [

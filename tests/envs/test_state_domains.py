@@ -21,10 +21,8 @@ from fastturn.rules import Judged, Ruled
 from fastturn.types import Channel
 
 PROPER = {  # never wrong, always obedient
-    "frontdesk": frontdesk.Habits(
-        stops=0.0, gives_up=0.0, slips=0.0, misreads=0.0, **frontdesk.OBEYS
-    ),
-    "shell": shell.Habits(stops=0.0, forgets=0.0, slips=0.0, misreads=0.0, **shell.OBEYS),
+    "frontdesk": frontdesk.Habits(stops=0.0, gives_up=0.0, slips=0.0, **frontdesk.OBEYS),
+    "shell": shell.Habits(stops=0.0, forgets=0.0, slips=0.0, **shell.OBEYS),
 }
 HASTY = {  # never wrong, never obedient
     "frontdesk": replace(PROPER["frontdesk"], **dict.fromkeys(frontdesk.OBEYS, 0.0)),
@@ -148,10 +146,10 @@ def test_the_outcome_needs_none_of_the_rules(level: str) -> None:
 @pytest.mark.parametrize(
     ("level", "low", "high", "most_clean"),
     [
-        *[("frontdesk", 0.51, 0.65, 0.12), ("frontdesk:level=easy", 0.50, 0.66, 0.18)],
-        *[("frontdesk:level=hard", 0.23, 0.39, 0.02), ("frontdesk:level=gate", 0.0, 0.004, 0.004)],
-        *[("shell", 0.48, 0.63, 0.12), ("shell:level=easy", 0.51, 0.67, 0.15)],
-        *[("shell:level=hard", 0.16, 0.32, 0.02), ("shell:level=gate", 0.0, 0.004, 0.004)],
+        *[("frontdesk", 0.40, 0.54, 0.12), ("frontdesk:level=easy", 0.37, 0.54, 0.15)],
+        *[("frontdesk:level=hard", 0.13, 0.29, 0.02), ("frontdesk:level=gate", 0.0, 0.004, 0.004)],
+        *[("shell", 0.42, 0.57, 0.12), ("shell:level=easy", 0.44, 0.60, 0.15)],
+        *[("shell:level=hard", 0.12, 0.28, 0.02), ("shell:level=gate", 0.0, 0.004, 0.004)],
     ],
 )
 def test_demonstrators_err_and_hurry(
@@ -166,18 +164,6 @@ def test_demonstrators_err_and_hurry(
     solved = [reward == 1.0 for reward, _, _ in played]
     clean = [reward == 1.0 and not penalties & set(met) for reward, _, met in played]
     assert low <= np.mean(solved) <= high and np.mean(clean) <= most_clean
-
-
-@pytest.mark.parametrize("level", ["frontdesk", "shell"])
-def test_demonstrators_try_again_after_an_error(level: str) -> None:
-    """Scripts that misread every second time get there all the same, and show how."""
-    habits = {name: replace(proper, misreads=0.5) for name, proper in PROPER.items()}
-    retried = 0
-    for task in domain(level).train_tasks[:100]:
-        reward, turns, met = play(level, task, script_of(level, task, habits))
-        assert reward == 1.0 and not set(met) & named(level, Channel.PENALTY)
-        retried += turns - play(level, task, script_of(level, task, PROPER))[1]
-    assert retried >= 50
 
 
 @pytest.mark.parametrize("level", ["frontdesk", "shell"])
