@@ -59,7 +59,7 @@ class Case:
 
 CASES = {
     "frontdesk": Case("frontdesk", (), 10000, RULED),
-    "frontdesk-long": Case("frontdesk", (), 14000, ("outcome", "full")),
+    "frontdesk-long": Case("frontdesk", (), 20000, ("outcome", "full")),
     "shell": Case("shell", (), 10000, RULED),
     "frontdesk-gate": Case(
         "frontdesk",
