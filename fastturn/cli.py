@@ -145,10 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation = _command(
         subcommands, "eval", commands.evaluate, "measure a run or a model on held-out tasks"
     )
-    evaluation.add_argument(
-        "path", type=Path, metavar="RUN_OR_MODEL", help="a run, or a model in Hugging Face format"
-    )
-    _add_pairs(evaluation)
+    _add_eval(evaluation)
     report = _command(subcommands, "report", commands.report, "write report.html of a run again")
     report.add_argument("path", type=Path, metavar="DIR", help="the folder of a run")
     report.add_argument(
@@ -289,6 +286,36 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         help="two revisions, measured in turn, or two files of rows: what changed beyond noise",
     )
     bench.add_argument("--no-record", action="store_true", help="print only")
+
+
+def _add_eval(evaluation: argparse.ArgumentParser) -> None:
+    evaluation.add_argument(
+        "path", type=Path, metavar="RUN_OR_MODEL", help="a run, or a model in Hugging Face format"
+    )
+    _add_pairs(evaluation)
+    evaluation.add_argument(
+        "--tasks", metavar="DOMAIN", help="what data.domain=DOMAIN says: the tasks"
+    )
+    evaluation.add_argument(
+        "--beside",
+        type=lambda text: [Path(text)],
+        default=[],
+        metavar="RUN_OR_MODEL",
+        help="another one, shown side by side",
+    )
+    evaluation.add_argument(
+        "--settings",
+        type=lambda text: text.split(","),
+        default=["greedy", "paper"],
+        metavar="NAME,...",
+        help="greedy, paper (T 0.6, top-p 0.95), train (T 1); greedy,paper unless given",
+    )
+    evaluation.add_argument(
+        "--samples", type=_count, default=1, metavar="K", help="tries a task where drawn: Pass@K"
+    )
+    evaluation.add_argument(
+        "--out", type=Path, metavar="DIR", help="for eval.json, eval.md, eval.html (the model's)"
+    )
 
 
 def _add_cluster(launch: argparse.ArgumentParser) -> None:

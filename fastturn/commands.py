@@ -17,24 +17,34 @@ FAILED = 1
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    path: Path = options.path
-    if not (path / "config.json").is_file():
-        reason = "it holds no config.json" if path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"eval {path}: expected the folder of a run or of a model in Hugging Face format, but "
-            f"{reason}; name one, for example runs/quickstart-rtpo-seed0"
-        )
-    from fastturn.evaluate import evaluate_path
-
-    result = evaluate_path(path, options.pairs)
+    paths: list[Path] = [options.path, *options.beside]
+    for path in paths:
+        if not (path / "config.json").is_file():
+            reason = "it holds no config.json" if path.is_dir() else "there is no such folder"
+            raise ConfigError(
+                f"eval {path}: expected the folder of a run or of a model in Hugging Face format, "
+                f"but {reason}; name one, for example runs/quickstart-rtpo-seed0"
+            )
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("measure", "value", title=str(path), title_justify="left")
-    table.columns[1].justify = "right"
-    for name, value in result.items():
-        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    from fastturn.evalpages import rows, write
+    from fastturn.evaluate import SETTINGS, examine
+    from fastturn.progress import Progress
+
+    for name in options.settings:
+        if name not in SETTINGS:
+            raise ConfigError(f"--settings {name}: expected some of {', '.join(SETTINGS)}")
+    pairs = [*([f"data.domain={options.tasks}"] if options.tasks else []), *options.pairs]
+    with Progress() as progress:
+        found = [examine(p, pairs, options.settings, options.samples, progress) for p in paths]
+    heads, measured = rows(found)
+    table = Table("measure", *heads)
+    for name, cells in measured:
+        table.add_row(name, *cells)
     Console().print(table)
+    for path in write(found, options.out or paths[0]):
+        print(path)
     return 0
 
 

@@ -1,4 +1,7 @@
-"""Success on held-out tasks: sampled at temperature 1 and greedy, with tool statistics."""
+"""Success on held-out tasks: of a run while it trains, and of finished models, tried several times.
+
+model -> Opened (policy, tasks, sampler) -> tries under each of SETTINGS -> scores.measures
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from typing import Any
 import torch
 
 from fastturn.config import Config, ConfigError, from_dict, override
+from fastturn.engines import ENGINES
 from fastturn.envs import load_domain
-from fastturn.envs.base import Task
+from fastturn.envs.base import Action, Domain, Task
 from fastturn.episode import Point
+from fastturn.meter import Follower
 from fastturn.play import Unmetered
 from fastturn.policy import Policy
+from fastturn.progress import Progress
 from fastturn.render import Renderer
-from fastturn.sampler.local import LocalSampler
+from fastturn.scores import measures
 from fastturn.tree import Rollout
 from fastturn.types import Trajectory
 
@@ -37,6 +43,7 @@ class Evaluation:
     clean_success: float  # solved, and no path rule broken; sampled
     clean_success_greedy: float
     hits: dict[str, float]  # path rules met, per sampled episode
+    idle: float  # success of doing nothing
 
     def record(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -63,14 +70,78 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
         clean_success=sum(t.clean_success for t in sampled) / len(tasks),
         clean_success_greedy=sum(t.clean_success for t in greedy) / len(tasks),
         hits={rule: n / max(1, len(sampled)) for rule, n in sorted(hits.items())},
+        idle=idle(rollout.domain, tasks, rollout.config.turns),
     )
 
 
-def evaluate_path(path: Path, pairs: Sequence[str] = ()) -> dict[str, Any]:
-    """`Evaluation.record()` of a finished run's model, or of a model in Hugging Face format.
+def idle(domain: Domain, tasks: Sequence[Task], turns: int) -> float:
+    """Share of the tasks that are solved by saying nothing, turn after turn."""
 
-    `pairs` override the run's configuration (a model alone starts from the defaults, so name
-    `data.domain` and `data.path` for it). Raises `ConfigError` when `path` holds neither.
+    def solved(task: Task) -> bool:
+        env = domain.env()
+        env.start(task)
+        reward = 0.0
+        for _ in range(turns):
+            answer = env.step(Action(""))
+            reward += answer.reward
+            if answer.done:
+                break
+        return reward >= 1.0
+
+    return sum(map(solved, tasks)) / len(tasks)
+
+
+def _play(rollout: Rollout, roots: Sequence[Point], temperature: float) -> list[Trajectory]:
+    """One episode from every root."""
+    params = rollout.params(temperature)
+    groups = rollout.fork(roots, 1, ("evaluation", temperature), params)
+    return [group.siblings[0] for group in groups]
+
+
+# --- finished models ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How actions are drawn. Greedily one try says everything."""
+
+    temperature: float
+    top_p: float = 1.0
+
+    def samples(self, asked: int) -> int:
+        return asked if self.temperature else 1
+
+
+# "paper": what Reverse-Turn Policy Optimization is tested with.
+SETTINGS = {"greedy": Setting(0.0), "paper": Setting(0.6, 0.95), "train": Setting(1.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A model under one setting: what it comes to, and its episodes, a list for each task."""
+
+    setting: str
+    measures: dict[str, Any]
+    episodes: list[list[Trajectory]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that was evaluated: where it is, its configuration, what it was asked and said."""
+
+    path: Path
+    config: Config
+    tokenizer: Any
+    tasks: list[Task]
+    tried: list[Tried]
+
+
+def configuration(path: Path, pairs: Sequence[str] = ()) -> tuple[Config, Path]:
+    """The configuration that the model at `path` is evaluated by, and where its weights are. It is
+    a run's own, so that tasks look as in training, or for a model alone the defaults (name
+    `data.domain` and `data.path`); `pairs` override it.
+
+    Raises `ConfigError` when `path` holds neither.
     """
     if path.name == "final" and (path.parent / "config.json").exists():
         path = path.parent  # the model of a run is evaluated as the run was trained
@@ -79,23 +150,55 @@ def evaluate_path(path: Path, pairs: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path} has no final model yet; finish the run with --resume")
     if "config" not in run and "model_type" not in run:
         raise ConfigError(f"{path} is neither a run nor a model in Hugging Face format")
-    config = override(from_dict(run.get("config", {})), pairs)
     weights = path / "final" if "config" in run else path
-    if "config" not in run:
-        config = _with_model(config, weights)
-    torch.set_num_threads(config.threads)
-    domain = load_domain(config)
-    policy, tokenizer = Policy.load(_with_model(config, weights))
-    renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
-    rollout = Rollout(domain, renderer, LocalSampler(policy), config, Unmetered())
-    return evaluate(rollout, list(domain.eval_tasks)).record()
+    config = override(from_dict(run.get("config", {})), pairs)
+    return (config if "config" in run else _with_model(config, weights)), weights
 
 
 def _with_model(config: Config, weights: Path) -> Config:
     return replace(config, model=replace(config.model, path=str(weights)))
 
 
-def _play(rollout: Rollout, roots: Sequence[Point], temperature: float) -> list[Trajectory]:
-    """One episode from every root."""
-    groups = rollout.fork(roots, 1, ("evaluation", temperature), temperature)
-    return [group.siblings[0] for group in groups]
+def examine(
+    path: Path, pairs: Sequence[str], settings: Sequence[str], samples: int, progress: Progress
+) -> Subject:
+    """Try every held-out task under each of `settings` (of `SETTINGS`), `samples` times where
+    actions are drawn. The sampler is the configuration's: this process, or servers, which get the
+    model's weights first.
+    """
+    config, weights = configuration(path, pairs)
+    torch.set_num_threads(config.threads)
+    domain = load_domain(config)
+    tasks = list(domain.eval_tasks)
+    policy, tokenizer = Policy.load(_with_model(config, weights))
+    renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
+    sampler = ENGINES[config.rollout.engine](config, policy, Follower(), progress)
+    try:
+        sampler.publish(0)
+        rollout = Rollout(domain, renderer, sampler, config, Unmetered())
+        nothing = idle(domain, tasks, config.turns)
+        tried = []
+        for name in settings:
+            total = len(tasks) * SETTINGS[name].samples(samples)
+            with progress.task(f"{path.name}: {name}", total) as bar:
+                watched = replace(rollout, on_turn=lambda ended, tokens: bar.advance(ended))
+                tried.append(_tried(watched, tasks, name, samples, nothing))
+    finally:
+        sampler.close()
+    return Subject(path, config, tokenizer, tasks, tried)
+
+
+def _tried(
+    rollout: Rollout, tasks: Sequence[Task], name: str, samples: int, nothing: float
+) -> Tried:
+    setting = SETTINGS[name]
+    params = rollout.params(setting.temperature, setting.top_p)
+    roots, samples = rollout.roots(tasks), setting.samples(samples)
+    episodes: dict[str, list[Trajectory]] = {task.id: [] for task in tasks}
+    for number in range(
+        samples
+    ):  # apart, so that an environment that fails loses its episode alone
+        for group in rollout.fork(roots, 1, ("evaluation", name, number), params):
+            episodes[group.task].append(group.siblings[0])
+    tries = list(episodes.values())
+    return Tried(name, {**measures(tries, samples), "idle": nothing}, tries)

@@ -139,7 +139,7 @@ def held_out(run: Run, split: str) -> Evaluation:
     run.record("eval", record)
     run.progress.say(
         f"held-out success {split}: sampled {result.success:.1%}, greedy {result.greedy:.1%} "
-        f"({len(tasks)} tasks)"
+        f"({len(tasks)} tasks; doing nothing {result.idle:.1%})"
     )
     return result
 

@@ -117,22 +117,25 @@ class Rollout:
 
     def grow(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Trunk]:
         """One complete trajectory from every root, with the point of every boundary on its way."""
-        return self._start(self._trunks(roots, key), None, "trunk_decode").trunks()
+        return self._start(self._trunks(roots, key), self.params(), "trunk_decode").trunks()
 
     def fork(
         self,
         points: Sequence[Point],
         n: int,
         key: tuple[object, ...],
-        temperature: float | None = None,
+        params: SamplingParams | None = None,
     ) -> list[SiblingGroup]:
-        """`n` episodes from every point, each played to its end with the current policy.
+        """`n` episodes from every point, each played to its end with the current policy, drawn as
+        in training unless `params` say how.
 
         Siblings whose environment failed are left out (counted as `ending_failed`); a group that
         keeps fewer than two of several siblings has nothing to compare and is left out as well
         (counted as `group_lost`).
         """
-        unfolding = self._start(self._siblings(points, n, key), temperature, "sibling_decode")
+        unfolding = self._start(
+            self._siblings(points, n, key), params or self.params(), "sibling_decode"
+        )
         return [group for chunk in unfolding.groups(at_once=True) for group in chunk]
 
     def unfold(
@@ -147,14 +150,20 @@ class Rollout:
         which are grown beside the siblings by the same policy. Only a `Streaming` sampler works
         while the caller does something else."""
         cohorts = self._siblings(points, n, key) + self._trunks(ahead, ahead_key)
-        return self._start(cohorts, None, "sibling_decode")
+        return self._start(cohorts, self.params(), "sibling_decode")
 
-    def _start(self, cohorts: list[Cohort], temperature: float | None, span: str) -> Unfolding:
+    def params(self, temperature: float | None = None, top_p: float = 1.0) -> SamplingParams:
+        """How to draw actions; at the temperature of training unless it is given."""
+        if temperature is None:
+            temperature = self.config.sampling.temperature
+        return SamplingParams(temperature, tuple(self.renderer.stop_ids), top_p)
+
+    def _start(self, cohorts: list[Cohort], params: SamplingParams, span: str) -> Unfolding:
         """Beside the caller when the sampler has devices of its own, else when the caller asks."""
         if not isinstance(self.sampler, Streaming):
-            return Unfolding(self, cohorts, Inline(self._play(cohorts, temperature, span)), span)
+            return Unfolding(self, cohorts, Inline(self._play(cohorts, params, span)), span)
         elsewhere = replace(self, clock=Untimed(self.clock))
-        items = elsewhere._play(cohorts, temperature, span)
+        items = elsewhere._play(cohorts, params, span)
         return Unfolding(self, cohorts, self.beside(items), span)
 
     def _trunks(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Cohort]:
@@ -173,12 +182,9 @@ class Rollout:
         return Episode.resume(self.domain, point, stream)
 
     def _play(
-        self, cohorts: Sequence[Cohort], temperature: float | None, span: str
+        self, cohorts: Sequence[Cohort], params: SamplingParams, span: str
     ) -> Iterator[Cohort]:
         """Cohorts as they end."""
-        if temperature is None:
-            temperature = self.config.sampling.temperature
-        params = SamplingParams(temperature, tuple(self.renderer.stop_ids))
         parts = self.renderer, self.sampler, self.config, self.clock, self.on_turn, self.inbox
         return Play(*parts).run(cohorts, params, span)
 

@@ -204,17 +204,6 @@ def test_a_folder_that_is_no_run(command, tmp_path, capsys):
     )
 
 
-def test_eval_prints_what_was_measured(tmp_path, monkeypatch, capsys):
-    def evaluate_path(path: Path, overrides: list[str]) -> dict[str, Any]:
-        assert (path, overrides) == (tmp_path, ["data.eval_tasks=8"])
-        return {"success": 0.8125, "eval_tasks": 8}
-
-    monkeypatch.setattr("fastturn.evaluate.evaluate_path", evaluate_path, raising=False)
-    (tmp_path / "config.json").write_text("{}")
-    out = prints(capsys, "eval", str(tmp_path), "data.eval_tasks=8")
-    assert "success" in out and "0.8125" in out and "8" in out
-
-
 def test_report_prints_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fastturn.report.write_report", lambda out, price: out / "report.html")
     (tmp_path / "records.jsonl").write_text("")

@@ -28,11 +28,14 @@ class Request:
 class SamplingParams:
     """The sampled distribution is `softmax(logits / temperature)` over the whole vocabulary; an
     action ends with the first id of `stop_ids`, which belongs to it. Temperature 0 takes the most
-    likely id and reports its log-probability at temperature 1.
+    likely id and reports its log-probability at temperature 1. `top_p` below 1 is for evaluations:
+    of each distribution the likeliest ids that together have this mass are left. Training never
+    does so, because it scores the whole distribution.
     """
 
     temperature: float
     stop_ids: tuple[int, ...]
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,14 @@ def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def draw(
-    logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float
+    logits_RV: torch.Tensor, uniform_R: torch.Tensor, temperature: float, top_p: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [R] and float64 log-probabilities [R] under `softmax(logits / temperature)`.
 
     Inverse CDF: the first id whose cumulative mass exceeds `uniform * total`, summed in float64 in
     id order, so an id without mass is never drawn. Temperature 0 takes the first largest logit and
-    reports its log-probability at temperature 1.
+    reports its log-probability at temperature 1. `top_p` below 1 leaves the nucleus of every row
+    (`nucleus`), whose log-probabilities these are.
     Example: probabilities (.2, .5, .3) and uniform .6 give id 1 and log .5.
     """
     if temperature not in (0.0, 1.0):
@@ -52,6 +53,8 @@ def draw(
         token_R1 = shifted_RV.argmax(-1, keepdim=True)
         total_R1 = shifted_RV.exp().sum(-1, keepdim=True, dtype=torch.float64)
     else:
+        if top_p < 1.0:
+            shifted_RV = nucleus(shifted_RV, top_p)
         mass_RV = shifted_RV.exp().cumsum(-1, dtype=torch.float64)
         total_R1 = mass_RV[:, -1:]
         token_R1 = torch.searchsorted(mass_RV, uniform_R.unsqueeze(-1) * total_R1, right=True)
@@ -59,6 +62,19 @@ def draw(
         token_R1 = token_R1.clamp_(max=mass_RV.shape[-1] - 1)
     logprob_R1 = shifted_RV.gather(-1, token_R1).double() - total_R1.log()
     return token_R1.squeeze(-1), logprob_R1.squeeze(-1)
+
+
+def nucleus(shifted_RV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Logits with -inf outside the fewest likeliest ids that have `top_p` of the mass (Holtzman et
+    al. 2020); ids as likely as the last of them stay as well.
+
+    Example: probabilities (.2, .5, .3) and top_p .7 leave the last two.
+    """
+    sorted_RV = shifted_RV.sort(-1, descending=True).values
+    mass_RV = sorted_RV.softmax(-1, dtype=torch.float64)
+    before_RV = mass_RV.cumsum(-1) - mass_RV
+    last_R1 = (before_RV < top_p).sum(-1, keepdim=True) - 1
+    return shifted_RV.masked_fill(shifted_RV < sorted_RV.gather(-1, last_R1), -torch.inf)
 
 
 class Rows:
@@ -89,7 +105,7 @@ class Rows:
         self, row_R: NDArray[np.int64], logits_RV: torch.Tensor, uniform_R: torch.Tensor
     ) -> torch.Tensor:
         """Draw one token for each of these rows, book it, and return the tokens."""
-        token_R, logprob_R = draw(logits_RV, uniform_R, self.params.temperature)
+        token_R, logprob_R = draw(logits_RV, uniform_R, self.params.temperature, self.params.top_p)
         # One copy to the host a step; float64 holds every id exactly.
         drawn = torch.stack((token_R.double(), logprob_R)).cpu().numpy()
         if not np.isfinite(drawn[1]).all():

@@ -80,7 +80,7 @@ def body(ask: Ask, model: str, generate: bool) -> bytes:
         "n": ask.n,
         "max_tokens": ask.max_tokens,
         "temperature": ask.params.temperature,
-        "top_p": 1.0,
+        "top_p": ask.params.top_p,
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,

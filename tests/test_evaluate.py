@@ -1,0 +1,112 @@
+"""`fastturn eval`: the numbers of hand-made episodes, and a model tried from the command line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastturn import cli
+from fastturn.config import override
+from fastturn.envs import load_domain
+from fastturn.evaluate import idle
+from fastturn.policy import Policy
+from fastturn.recipes import quickstart
+from fastturn.run import TOKENIZER_EPISODES
+from fastturn.sampler.draw import draw, nucleus
+from fastturn.scores import failed_calls, interval, measures, pass_at_k
+from fastturn.tokenizer import build_tokenizer, episode_texts
+from fastturn.types import Boundary, Completion, Ending, Stop, Trajectory, Turn
+
+
+def episode(
+    *events: tuple[str, ...], reward: float = 0.0, ending: Ending = Ending.FINISHED
+) -> Trajectory:
+    """Turns of three tokens with these events; the last one earns the reward."""
+    done = Completion(np.zeros(3, np.int32), np.zeros(3, np.float32), 0, Stop.STOP)
+    boundary = Boundary(0, np.ones(2, np.int32))
+    rewards = [0.0] * (len(events) - 1) + [reward]
+    turns = [Turn(boundary, done, r, e) for r, e in zip(rewards, events, strict=True)]
+    return Trajectory("task", 0, tuple(turns), ending)
+
+
+@pytest.mark.parametrize(("n", "solved", "k"), [(4, 1, 2), (5, 2, 3), (6, 0, 2), (6, 5, 2)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int, solved: int, k: int) -> None:
+    subsets = list(itertools.combinations([True] * solved + [False] * (n - solved), k))
+    assert pass_at_k(n, solved, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_intervals_hold_the_mean_and_shrink_with_tasks() -> None:
+    few, many = interval([0.0, 1.0] * 5), interval([0.0, 1.0] * 200)
+    assert few[0] < many[0] < 0.5 < many[1] < few[1]
+    assert interval([0.5] * 7) == (0.5, 0.5)
+
+
+def test_measures_of_hand_made_episodes() -> None:
+    right = episode(("tool_call",), ("answer",), reward=1.0)
+    bad = episode(("tool_call", "bad_json", "tool_call"), ("answer",), reward=0.25)
+    cut = episode(("truncated",), ending=Ending.TRUNCATED)
+    found = measures([[right, bad], [cut]], samples=2)  # one episode was lost
+    assert (found["pass@1"], found["pass@2"]) == (0.25, 0.5)
+    assert failed_calls(bad) == 1 and found["tool_calls"] == 1.0
+    assert found["tool_success"] == pytest.approx(2 / 3)
+    assert found["reward"] == pytest.approx(1.25 / 3)
+    assert found["tokens_per_success"] == 15 and found["response_tokens"] == 5
+    assert found["ended_truncated"] == pytest.approx(1 / 3) and found["lost"] == 1
+    assert found["failures"] == {"wrong, a call failed": 0.25, "truncated": 0.25}
+
+
+def test_a_nucleus_is_the_fewest_likeliest_ids() -> None:
+    logits_RV = torch.tensor([[0.2, 0.5, 0.3], [0.98, 0.01, 0.01]]).log()
+    assert nucleus(logits_RV, 0.7).isfinite().tolist() == [
+        [False, True, True],
+        [True, False, False],
+    ]
+    uniform_R = torch.linspace(0, 0.999, 50, dtype=torch.float64)
+    token_R, logprob_R = draw(logits_RV[:1].expand(50, -1), uniform_R, 1.0, top_p=0.7)
+    assert set(token_R.tolist()) == {1, 2}
+    assert logprob_R[token_R == 1][0].exp().item() == pytest.approx(0.625)
+
+
+def test_doing_nothing_solves_no_sum() -> None:
+    domain = load_domain(quickstart())
+    assert idle(domain, list(domain.eval_tasks)[:8], 4) == 0.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of the quickstart, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    config = override(quickstart(), ["model.layers=1", "model.width=32", "model.max_context=512"])
+    texts = episode_texts(load_domain(config), TOKENIZER_EPISODES, config.turns)
+    tokenizer = build_tokenizer(texts, config.model.vocabulary)
+    Policy.build(config, tokenizer).model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_two_models_are_tried_and_written_down(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ["model.max_context=512", "sampling.turn_tokens=8", "data.eval_tasks=3"]
+    asked = ["eval", str(model), "--beside", str(model), "--tasks", "calculator", "--samples", "2"]
+    assert cli.main([*asked, "--out", str(tmp_path), *limits]) == 0
+    assert "pass@1" in capsys.readouterr().out
+    found = json.loads((tmp_path / "eval.json").read_text())
+    one, other = (m["settings"] for m in found["models"])
+    assert one == other and set(one) == {"greedy", "paper"}
+    assert one["paper"]["top_p"] == 0.95 and one["paper"]["idle"] == 0.0
+    assert [len(tries) for tries in one["paper"]["episodes"].values()] == [2, 2, 2]
+    assert [len(tries) for tries in one["greedy"]["episodes"].values()] == [1, 1, 1]
+    assert "| pass@2 |" in (tmp_path / "eval.md").read_text()
+    page = (tmp_path / "eval.html").read_text()
+    assert page.count('class="card"') == 6 and "<script" not in page
+
+
+def test_a_setting_that_is_not_there(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(model), "--settings", "greed"]) == 2
+    assert "expected some of greedy, paper, train" in capsys.readouterr().err
