@@ -18,7 +18,7 @@ from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
-from . import savings
+from . import calibration, savings
 from .algorithms import markdown, plotted
 from .races import Budget, Race, Result, recorded
 from .record import ROOT, Row
@@ -133,6 +133,19 @@ def saved(results: Results) -> str:
     return table(("GPU-hours / GRPO's", "naive", *(f"+ {x}" for x in savings.SAVINGS)), rows)
 
 
+def foretold(results: Results) -> str:
+    """Seconds of the quickstart's iteration, and what was predicted of them over that."""
+    rows = []
+    for algorithm in calibration.ALGORITHMS:
+        case, target = f"calibration/{algorithm}", calibration.TARGET
+        measured = results.row(case, target, "s / iteration")
+        ratios = [
+            results.row(case, target, f"predicted / measured, {name}") for name in calibration.FROM
+        ]
+        rows.append([algorithm, f"{spread(measured)} s", *map(spread, ratios)])
+    return table(("", "measured", *calibration.FROM), rows)
+
+
 def everything(results: Results) -> str:
     """All newest rows, one table a benchmark."""
     parts = []
@@ -216,6 +229,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "training": training,
     "everything": everything,
     "savings": saved,
+    "calibration": foretold,
     **{name: compared.table for name, compared in COMPARED.items()},
 }
 FILES = ("README.md", "docs/benchmarks.md", "docs/algorithms.md", "docs/planning.md")

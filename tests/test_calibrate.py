@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from fastturn import cli
+from fastturn.bench import calibration
+from fastturn.bench.recorded import Results
 from fastturn.calibrate import (
     Observed,
     fitted,
@@ -126,3 +128,18 @@ def test_plan_shows_predicted_beside_measured(
     assert "name other runs by --calibrate" in capsys.readouterr().err
     assert cli.main([*words, "--calibrate", str(tmp_path / "none")]) == 2
     assert "none: expected a run with whole iterations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", calibration.ALGORITHMS)
+def test_recorded_runs_of_two_sizes_foretell_the_quickstart(algorithm: str) -> None:
+    """The fit is made again from recorded seconds, which the target's are no part of."""
+    rows = Results.load().rows
+    runs = {size: calibration.from_rows(rows, algorithm, size) for size in calibration.SIZES}
+    target = runs[calibration.TARGET]
+    for name, sizes in calibration.FROM.items():
+        found = calibration.prediction(target, [runs[size] for size in sizes])
+        ratio = sum(found.values()) / target.wall_s
+        if len(sizes) > 1:
+            assert ratio == pytest.approx(1.0, abs=0.2)
+        key = f"calibration/{algorithm}", calibration.TARGET, f"predicted / measured, {name}"
+        assert ratio == pytest.approx(rows[key].p50, rel=0.15)  # medians of spans, not of ratios
