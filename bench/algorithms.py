@@ -48,11 +48,12 @@ def interval(values: Sequence[float]) -> Interval:
 
 def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[str, Interval]]]:
     """(entrant, metric -> interval over seeds) of every entrant, with what it adds to the success
-    of `first` and its cost over that of `first` within seeds."""
+    of `first` and its cost over that of `first` within seeds. Columns that nothing was measured of
+    are left out: peers do not tell their ratio."""
     seeds: dict[str, dict[int, Result]] = {}
     for result in results:
         seeds.setdefault(result.race.name, {})[result.race.seed] = result
-    base, ratio = seeds.get(first, {}), "log ratio"  # peers do not tell theirs
+    base, ratio, tokens = seeds.get(first, {}), "log ratio", "tokens / success"
     for name, by_seed in sorted(seeds.items(), key=lambda pair: (pair[0] != first, pair[0])):
         found = list(by_seed.values())
         pairs = [(by_seed[seed], base[seed]) for seed in by_seed.keys() & base.keys()]
@@ -64,7 +65,7 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
             "device-s": [at_budget(r, "seconds") for r in found],
             "zero advantage": [r.metrics["zero advantage"] for r in found],
             "tool calls": [r.metrics["tool calls"] for r in found],
-            "tokens / success": [r.metrics["tokens / success"] for r in found],
+            "tokens / success": [r.metrics[tokens] for r in found if tokens in r.metrics],
             "truncated": [r.metrics["truncated"] for r in found],
             "ratio": [math.exp(r.metrics[ratio]) for r in found if ratio in r.metrics],
         }

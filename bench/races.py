@@ -10,6 +10,7 @@ in them. Their parts are spans of the meter, wall-clock: on a busy machine they 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,10 +67,11 @@ class Budget:
     eval_tasks: int = 256
 
     def __post_init__(self) -> None:
-        if min(self.rollouts, self.seconds) < 0 or max(self.rollouts, self.seconds) <= 0:
+        limits = self.rollouts, self.seconds
+        if not all(0 <= limit < math.inf for limit in limits) or not any(limits):
             raise ConfigError(
                 f"rollouts={self.rollouts} seconds={self.seconds:g}: such a run would never end; "
-                f"expected one above 0, and the other 0 (no limit) or more"
+                f"expected finite limits, one above 0 and the other 0 (no limit) or more"
             )
         if self.evaluations < 1:
             raise ConfigError(f"evaluations={self.evaluations}: expected 1 or more")
@@ -111,7 +113,13 @@ class Race:
         return (*TASKS[self.task], *fixed, *self.settings)
 
     def config(self) -> Config:
-        """`ConfigError` for settings that cannot work."""
+        """`ConfigError` for settings that cannot work, or that would make it another race."""
+        for pair in self.settings:
+            if not pair.startswith(TRAINING):
+                raise ConfigError(
+                    f"{pair}: entrants of a race share task, seed, budget and warm policy; "
+                    f"expected settings that only training reads: {', '.join(TRAINING)}"
+                )
         fixed = (f"algorithm={self.algorithm}", f"warm.steps={self.warm_steps}")
         return override(quickstart(), (*fixed, *self.pairs))
 
@@ -186,22 +194,22 @@ def point(rollouts: int, seconds: float, found: Evaluation) -> Point:
 def metrics(
     run: Run, records: Sequence[Mapping[str, Any]], spans_ns: Mapping[str, int], spent_s: float
 ) -> dict[str, float]:
-    """Of all iterations together."""
+    """Of all iterations together; what nothing was measured of is left out."""
     totals = run.cursor.totals
     drawn = totals["rollouts"]
     solved = sum(r["success"] * r["rollouts"] for r in records)
     tokens = sum(r["action_tokens_mean"] * r["rollouts"] for r in records)
     cut = sum(r["endings"].get("truncated", 0) for r in records)
-    ratio = totals["log_ratio_sum"] / max(1, totals["actions_first"])
+    scored = totals["actions_first"]
     parts = {name: sum(spans_ns[span] for span in of) / 1e9 for name, of in PARTS.items()}
     return {
         "s / 1000 rollouts": 1000 * spent_s / drawn,
         "s / iteration": spent_s / len(records),
         **{f"s / 1000 rollouts, {name}": 1000 * s / drawn for name, s in parts.items()},
         "zero advantage": totals["groups_silent"] / max(1, totals["groups"]),
-        "tokens / success": tokens / max(1.0, solved),
+        **({"tokens / success": tokens / solved} if solved else {}),
         "truncated": cut / drawn,
-        "log ratio": ratio,
+        **({"log ratio": totals["log_ratio_sum"] / scored} if scored else {}),
         "tokens packed / rollout": totals["tokens_packed"] / drawn,
         "iterations": len(records),
     }

@@ -158,6 +158,22 @@ def test_the_table_compares_within_seeds():
     assert few.splitlines()[0] == "| entrant (seeds) | sampled |"
 
 
+def test_what_was_not_measured_is_blank():
+    """Nothing was solved and nothing scored: no tokens a success, no ratio."""
+    some, none = result("grpo", 0, 0.25), result("rtpo", 0, 0.0)
+    gone = ("tokens / success", "log ratio")
+    none = replace(none, metrics={k: v for k, v in none.metrics.items() if k not in gone})
+    head, _, first, second = algorithms.markdown([some, none], some.race.name).splitlines()
+    shown = {
+        name: (a.strip(), b.strip())
+        for name, a, b in zip(
+            *(line.split("|")[1:-1] for line in (head, first, second)), strict=True
+        )
+    }
+    assert shown[" tokens / success "] == ("1", "")
+    assert shown[" ratio "] == ("2.7183 [2.7183, 2.7183]", "")
+
+
 def test_entrants_are_compared_at_the_budget_itself():
     """However far beyond it their last iteration went."""
     one = result("rtpo", 0, 0.5)
@@ -200,6 +216,11 @@ def test_a_budget_is_spent_by_what_is_used_up_first(spent, share):
     [
         (["grpo", "--rollouts", "0"], "would never end"),
         (["grpo", "--rollouts", "0", "--seconds", "-1"], "would never end"),
+        (["grpo", "--rollouts", "0", "--seconds", "inf"], "would never end"),
+        (["grpo", "--seconds", "nan"], "would never end"),
+        (["grpo seed=4"], "seed=4: entrants of a race share task, seed, budget and warm policy"),
+        (["grpo algorithm=rtpo"], "algorithm=rtpo: entrants of a race share"),
+        (["grpo data.domain=shell"], "data.domain=shell: entrants of a race share"),
         (["--evaluations", "0"], "evaluations=0: expected 1 or more"),
         (["--warm-steps", "-1"], "warm.steps=-1: expected zero or more"),
         (["--plot", __file__], "File exists"),
