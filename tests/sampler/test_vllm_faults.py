@@ -160,7 +160,7 @@ def test_another_model_or_vocabulary_or_carrier_is_refused(serve):
     fake.vocabulary = V - 1
     with pytest.raises(EngineError, match=rf"Token id {V - 1} is out of vocabulary"):
         Client([fake])
-    with pytest.raises(EngineError, match=r"by 'nccl' \(it offers: file\)"):
+    with pytest.raises(EngineError, match=r"by 'nccl' \(it offers: file, lora\)"):
         Client([fake], carrier=type("Nccl", (), {"name": "nccl"})())
 
 
