@@ -162,8 +162,8 @@ class SimulatedInbox:
         answer = function()
         self.time.after(self.time.durations.tool_s, lambda: (key, answer))
 
-    def get(self) -> Answer:
-        return self.time.answer()
+    def get(self) -> list[Answer]:
+        return [self.time.answer()]
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ def step(env: Env, action: Action, deadline_s: float) -> Observation | Exception
     """What `env` makes of `action`: its observation, what it raised, or `DeadlineError`."""
     inbox = Inbox(deadline_s)
     inbox.call("step", lambda: env.step(action))
-    answer: Observation | Exception = inbox.get()[1]
+    answer: Observation | Exception = inbox.get()[0][1]
     return answer
 
 

@@ -79,9 +79,9 @@ class Play:
                     with self.clock.span(span):
                         stream.settle()
                 with self.clock.span(span if table.asked else "environment"):
-                    key, answer = inbox.get()
+                    came = inbox.get()
                 with self.clock.span("environment"):
-                    ended = list(table.take(key, answer))
+                    ended = [cohort for pair in came for cohort in table.take(*pair)]
                 yield from ended
         finally:
             stream.close()

@@ -26,8 +26,8 @@ class Inbox:
 
     `put` files an answer of somebody else, from any thread; `call` runs a function on one of
     `workers` threads and files its result, the exception it raised, or `DeadlineError` when it ran
-    longer than `deadline_s`; `get` waits for the next pair.
-    Example: after `inbox.call("a", lambda: 1 / 0)`, `inbox.get()` is ("a", ZeroDivisionError()).
+    longer than `deadline_s`; `get` waits until there are some pairs and takes all of them.
+    Example: after `inbox.call("a", lambda: 1 / 0)`, `inbox.get()` is [("a", ZeroDivisionError())].
     """
 
     def __init__(self, deadline_s: float, workers: int = WORKERS) -> None:
@@ -46,12 +46,14 @@ class Inbox:
             self._waiting.append((key, function))
             self._staff()
 
-    def get(self) -> tuple[Any, Any]:
+    def get(self) -> list[tuple[Any, Any]]:
         while True:
             try:
-                return self._answers.get(timeout=self._until_deadline_s())
+                first = self._answers.get(timeout=self._until_deadline_s())
             except queue.Empty:
                 self._expire()
+                continue
+            return [first, *(self._answers.get_nowait() for _ in range(self._answers.qsize()))]
 
     def _staff(self) -> None:
         """As many threads as there is work for; under the lock."""

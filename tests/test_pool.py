@@ -10,7 +10,10 @@ from fastturn.pool import DeadlineError, Inbox
 
 
 def answers(inbox: Inbox, n: int) -> dict:
-    return dict(inbox.get() for _ in range(n))
+    found = dict(inbox.get())
+    while len(found) < n:
+        found |= dict(inbox.get())
+    return found
 
 
 def test_every_call_is_answered_once_under_its_key():
@@ -24,7 +27,7 @@ def test_what_others_put_comes_in_its_turn():
     inbox = Inbox(1.0)
     inbox.put("first", 1)
     inbox.put("second", 2)
-    assert [inbox.get(), inbox.get()] == [("first", 1), ("second", 2)]
+    assert inbox.get() == [("first", 1), ("second", 2)]
 
 
 def test_an_exception_takes_the_place_of_its_result():
@@ -76,8 +79,8 @@ def test_a_late_answer_of_an_abandoned_call_is_ignored():
         return 7
 
     inbox.call("late", late)
-    key, answer = inbox.get()
+    ((key, answer),) = inbox.get()
     release.set()
     time.sleep(0.05)
     inbox.put("next", 1)
-    assert key == "late" and isinstance(answer, DeadlineError) and inbox.get() == ("next", 1)
+    assert key == "late" and isinstance(answer, DeadlineError) and inbox.get() == [("next", 1)]
