@@ -36,7 +36,7 @@ from fastturn.patient import (
 from fastturn.preflight import check_data, preflight
 from fastturn.publish import TOLERANCE
 from fastturn.render import Renderer
-from fastturn.rulebook import SOUND, review
+from fastturn.rulebook import SOUND, Episode, review
 from fastturn.rules import Judged, Ruled
 from fastturn.sampler.server import EngineError, Server, ServerInfo
 from fastturn.types import Ending, Stop
@@ -328,13 +328,14 @@ def path_rules(patient: Patient) -> Finding:
     if not isinstance(domain, Ruled) or not domain.rules:
         return Finding(SKIP, "the tasks have no path rules")
     parse = patient.opened.rollout.renderer.parse
-    episodes: list[list[Move]] = []
+    episodes: list[Episode] = []
     for trunk in patient.trunks:
-        episodes.append([])
+        moves: list[Move] = []
         for point, turn in zip(trunk.snapshots, trunk.trajectory.turns, strict=True):
             env = Judged(domain.domain.env, ())
             env.restore(point.env_state)
-            episodes[-1] += env.carry_out(parse(turn.completion.action_A))[1]
+            moves += env.carry_out(parse(turn.completion.action_A))[1]
+        episodes.append(Episode(trunk.trajectory.task, moves, trunk.trajectory.success))
     tried, lines = review(domain.rules, episodes)
     for line in lines:
         if line.status == FAIL and line.check in SOUND:

@@ -116,7 +116,15 @@ def rules(options: argparse.Namespace) -> int:
 
     from fastturn.envs import load_domain
     from fastturn.findings import FAIL, show
-    from fastturn.rulebook import as_rows, review, scripted, show_rules, try_on
+    from fastturn.rulebook import (
+        Tried,
+        as_rows,
+        references,
+        review,
+        scripted,
+        show_rules,
+        trained_on,
+    )
     from fastturn.rules import Ruled
 
     domain = load_domain(config)
@@ -125,13 +133,15 @@ def rules(options: argparse.Namespace) -> int:
             f"data.domain={config.data.domain!r} has no path rules; declare some (docs/rules.md) "
             f"in a file and name it by data.rules"
         )
-    tried, lines = review(domain.rules, scripted(domain, config, config.warm.compliant))
+    shown = references(domain, config)
+    played = scripted(domain, config, config.warm.compliant)
+    tried, lines = review(domain.rules, played, shown)
+    lines.append(trained_on(config.rewards))
     if options.json:
         print(json.dumps({"rules": as_rows(tried), "checks": [asdict(x) for x in lines]}, indent=2))
     else:
-        shown = hasattr(domain.domain, "compliant_demonstrator") and tried.hits
-        compliant = try_on(domain.rules, scripted(domain, config, 1.0)) if shown else None
-        show_rules(tried, compliant, Console())
+        guided = hasattr(domain.domain, "compliant_demonstrator") and tried.episodes
+        show_rules(tried, Tried(tried.rules, shown) if guided else None, Console())
         show("design rules", lines, Console())
     return FAILED if any(line.status == FAIL for line in lines) else 0
 

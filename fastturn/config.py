@@ -140,7 +140,7 @@ class Config:
     trunks: int = 1  # M: trunks a task (RTPO)
     turns: int = 4  # K: most turns of an episode
     gamma: float = 1.0  # discount per sampled token
-    rewards: tuple[str, ...] = ("outcome", "penalty", "fulfilment")  # what trains, of `REWARDS`
+    rewards: tuple[str, ...] = ("outcome",)  # what trains, of `REWARDS`
     anneal: float = 0.0  # share without violations from which path rewards fade; 0: never
     context: str = "keep"  # what earlier turns look like: keep, strip_think, truncate:N, summarise
     pack_tokens: int = 4096  # token budget of one micro-batch

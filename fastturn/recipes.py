@@ -34,6 +34,7 @@ def frontdesk() -> Config:
         tasks=32,
         group_size=5,
         turns=6,
+        rewards=("outcome", "penalty", "fulfilment"),
         data=Data(domain="frontdesk", eval_tasks=256),
         model=Model(layers=2, width=64, vocabulary=448, max_context=256),
         sampling=Sampling(turn_tokens=20, episode_tokens=96),

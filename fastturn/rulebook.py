@@ -4,15 +4,15 @@
 
 The design rules are those of RLVP (Li & Shi 2026, section 3): penalise what is done and never what
 is left undone; let the outcome stay the driver; give every penalty a fulfilment as its twin; see to
-it that the compliant action is reachable.
+it that the compliant action is reachable. Nor should a rule punish what is shown as the right way.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -35,38 +35,45 @@ if TYPE_CHECKING:
 EPISODES = 100  # scripted ones that rules are tried on
 SPREAD = 1.0  # what success is worth
 RARE = 0.02  # hits an episode below which a rule has next to nothing to say
+TRAINS = "rewards=outcome,penalty,fulfilment"
+NAMED = 5  # tasks of a finding that are named
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """What was done in one episode of a task, and whether that solved it."""
+
+    task: str
+    moves: list[Move]
+    solved: bool
+
+
+@dataclass(frozen=True)
 class Tried:
-    """Rules, and what they said of the moves of some episodes: `hits` by rule of each episode, and
-    `returns`, the path return of each."""
+    """Rules on the moves of some episodes. `said` raises `RuleError` when a rule cannot answer."""
 
     rules: tuple[Rule, ...]
-    episodes: list[list[Move]]
-    hits: list[Counter[str]] = field(default_factory=list)
-    returns: list[float] = field(default_factory=list)
+    episodes: Sequence[Episode]
 
     @property
     def moves(self) -> Iterator[Move]:
-        return chain.from_iterable(self.episodes)
+        return chain.from_iterable(episode.moves for episode in self.episodes)
+
+    @cached_property
+    def said(self) -> list[list[tuple[Rule, float]]]:
+        """Of every episode: each rule that was met, and what the move earned by it."""
+        return [
+            [(r, worth) for move in episode.moves for r in self.rules if (worth := r.judge(*move))]
+            for episode in self.episodes
+        ]
 
     def rate(self, rule: Rule) -> float:
         """Hits an episode."""
-        return sum(hits[rule.name] for hits in self.hits) / max(1, len(self.hits))
+        hits = sum(met is rule for said in self.said for met, _ in said)
+        return hits / max(1, len(self.episodes))
 
 
-def try_on(rules: Sequence[Rule], episodes: Sequence[list[Move]]) -> Tried:
-    """Every rule on a copy of every move. Raises `RuleError` when one cannot answer."""
-    tried = Tried(tuple(rules), list(episodes))
-    for moves in pickle.loads(pickle.dumps(tried.episodes)):
-        said = [(rule.name, rule.judge(*move)) for move in moves for rule in rules]
-        tried.hits.append(Counter(name for name, value in said if value))
-        tried.returns.append(sum(value for _, value in said))
-    return tried
-
-
-def scripted(domain: Ruled, config: Config, share: float) -> list[list[Move]]:
+def scripted(domain: Ruled, config: Config, share: float) -> list[Episode]:
     """The moves of demonstrations, of which `share` come from the compliant script."""
     domain = replace(domain, compliant=share)
     return [
@@ -75,19 +82,25 @@ def scripted(domain: Ruled, config: Config, share: float) -> list[list[Move]]:
     ]
 
 
-def _played(domain: Ruled, task: Task, most: int) -> list[Move]:
+def references(domain: Ruled, config: Config) -> list[Episode]:
+    """What the domain shows as the right way: its compliant script, or the only one it has."""
+    return scripted(domain, config, float(hasattr(domain.domain, "compliant_demonstrator")))
+
+
+def _played(domain: Ruled, task: Task, most: int) -> Episode:
     rng = np.random.default_rng(stream_seed("rules", task.id))
     script: Script = domain.demonstrator(task, rng)
     env = Judged(domain.domain.env, ())
-    messages, moves = env.start(task), []
+    messages, moves, earned = env.start(task), [], 0.0
     for _ in range(most):
         text = script(messages)
         answer, made = env.carry_out(parse_action(text))
         moves += made
+        earned += answer.reward
         if answer.done:
             break
         messages = [*messages, {"role": "assistant", "content": text}, *answer.messages]
-    return moves
+    return Episode(task.id, moves, earned >= SPREAD)
 
 
 def answers(tried: Tried) -> Finding:
@@ -137,7 +150,7 @@ def commission(tried: Tried) -> Finding:
 
 def driver(tried: Tried) -> Finding:
     """The path is worth less than the outcome."""
-    worth = np.abs(tried.returns)
+    worth = np.abs([sum(worth for _, worth in said) for said in tried.said])
     measured = (
         f"path returns are worth {worth.mean():.2g} in the mean and {worth.max():.2g} at most, "
         f"success {SPREAD:g}"
@@ -188,9 +201,32 @@ def spoken_of(tried: Tried) -> Finding:
     return Finding(PASS, "every penalty is met by the scripts")
 
 
+def contradicted(tried: Tried) -> Finding:
+    """Penalties for the moves of episodes that are shown as the right way and solve their task."""
+    broken: dict[str, list[str]] = {}
+    for episode, said in zip(tried.episodes, tried.said, strict=True):
+        names = {rule.name for rule, _ in said if rule.channel is Channel.PENALTY}
+        for name in sorted(names) if episode.solved else ():
+            broken.setdefault(name, []).append(episode.task)
+    solved = sum(episode.solved for episode in tried.episodes)
+    if not solved:
+        return Finding(SKIP, f"none of {len(tried.episodes)} references solves its task")
+    if not broken:
+        return Finding(PASS, f"{solved} references that solve their task meet no penalty")
+    told = "; ".join(
+        f"{name}: {len(ids)}, such as {', '.join(ids[:NAMED])}" for name, ids in broken.items()
+    )
+    return Finding(
+        WARN,
+        f"of {solved} references that solve their task some are punished: {told}",
+        "a rule that says more than it should must be mended; where the reference is wrong, leave "
+        "the rule out, or train against it knowingly",
+    )
+
+
 SOUND = ("answers", "pure", "deterministic")  # checks without which a rule is none
 MEND = "mend the rule that is named; docs/rules.md has the contract"
-# Name and check; they look at what `try_on` found.
+# Name and check.
 DESIGN: tuple[tuple[str, Callable[[Tried], Finding]], ...] = (
     ("pure", purity),  # first, while no rule has seen the moves themselves
     ("deterministic", answers),
@@ -202,14 +238,26 @@ DESIGN: tuple[tuple[str, Callable[[Tried], Finding]], ...] = (
 )
 
 
-def review(rules: Sequence[Rule], episodes: Sequence[list[Move]]) -> tuple[Tried, list[Line]]:
-    """What the rules said, and a line for each of `DESIGN`; the first alone when one raises."""
+def review(
+    rules: Sequence[Rule], episodes: Sequence[Episode], shown: Sequence[Episode] = ()
+) -> tuple[Tried, list[Line]]:
+    """What the rules said of `episodes`, and a line for each of `DESIGN`, the last about what is
+    `shown` as the right way; one line alone when a rule raises."""
+    tried = Tried(tuple(rules), episodes)
     try:
-        tried = try_on(rules, episodes)
         found = [(name, check(tried)) for name, check in DESIGN]
+        found.append(("references comply", contradicted(Tried(tried.rules, shown))))
     except RuleError as error:
-        return Tried(tuple(rules), []), [Line("answers", FAIL, str(error), MEND)]
+        return Tried(tried.rules, []), [Line("answers", FAIL, str(error), MEND)]
     return tried, [Line(name, f.status, f.measured, f.remedy) for name, f in found]
+
+
+def trained_on(rewards: Sequence[str]) -> Line:
+    """Whether a recipe with these `rewards` trains on its rules or counts them."""
+    told = f"rewards={','.join(rewards)}"
+    if set(rewards) > {"outcome"} or "outcome" not in rewards:
+        return Line("trained on", PASS, told, "")
+    return Line("trained on", SKIP, f"{told}: rules are counted only", f"to train, set {TRAINS}")
 
 
 def show_rules(tried: Tried, compliant: Tried | None, console: Console) -> None:
@@ -220,7 +268,7 @@ def show_rules(tried: Tried, compliant: Tried | None, console: Console) -> None:
     for rule in tried.rules:
         told = Text(rule.name).append(f"\n{rule.description}", style="dim")
         asked = [t for t in (tried, compliant) if t is not None]
-        rates = [f"{t.rate(rule):.2f}" if t.hits else "-" for t in asked]
+        rates = [f"{t.rate(rule):.2f}" if t.episodes else "-" for t in asked]
         table.add_row(told, str(rule.channel), f"{rule.magnitude:g}", *rates)
     console.print(table)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from fastturn.types import (
     Trajectory,
     Turn,
 )
+
+ruled = partial(Config, rewards=("outcome", "penalty", "fulfilment"))
 
 
 def turn(reward: float, *values: float, tokens: int = 4) -> Turn:
@@ -55,24 +58,24 @@ MIXED = group(episode(turn(0.0, -0.25), turn(1.0)), episode(turn(0.0), turn(0.0)
 
 
 def test_rtpo_centres_each_channel_of_turn_k():
-    assert advantages(Config(), MIXED) == [[[0.375, 0.0], [-0.375, 0.0]]]
-    assert advantages(Config(), MIXED, scale=0.5) == [[[0.4375, 0.0], [-0.4375, 0.0]]]
+    assert advantages(ruled(), MIXED) == [[[0.375, 0.0], [-0.375, 0.0]]]
+    assert advantages(ruled(), MIXED, scale=0.5) == [[[0.4375, 0.0], [-0.4375, 0.0]]]
 
 
 def test_rtpo_credits_a_turn_with_the_rules_met_later():
     late = group(episode(turn(0.0), turn(0.0, -0.25)), episode(turn(0.0), turn(0.0)))
-    assert advantages(Config(), late) == [[[-0.125, 0.0], [0.125, 0.0]]]
+    assert advantages(ruled(), late) == [[[-0.125, 0.0], [0.125, 0.0]]]
 
 
 def test_grpo_leaves_a_penalty_with_its_turn():
-    config = Config(algorithm="grpo")
+    config = ruled(algorithm="grpo")
     assert advantages(config, MIXED) == [
         [[0.5 - 0.25 + 0.0625, 0.5 + 0.0625], [-0.5 + 0.0625, -0.5 + 0.0625]]
     ]
 
 
 def test_each_channel_has_its_own_standard_deviation():
-    config = Config(algorithm="grpo", loss=replace(Config().loss, normalize_std=True))
+    config = ruled(algorithm="grpo", loss=replace(Config().loss, normalize_std=True))
     ((first, second),) = advantages(config, MIXED)
     outcome, path = 0.5**0.5, np.array([-0.1875, 0.0625, 0.0625, 0.0625])
     expected = np.array([outcome, outcome, -outcome, -outcome]) + path / path.std(ddof=1)
@@ -81,7 +84,7 @@ def test_each_channel_has_its_own_standard_deviation():
 
 def test_a_group_of_equal_outcomes_still_teaches_the_path():
     failed = group(episode(turn(0.0, -0.25)), episode(turn(0.0, 0.25)))
-    assert advantages(Config(), failed) == [[[-0.25], [0.25]]]
+    assert advantages(ruled(), failed) == [[[-0.25], [0.25]]]
     assert advantages(Config(rewards=("outcome",)), failed) == [[[0.0], [0.0]]]
 
 
@@ -106,7 +109,7 @@ def test_gated_fulfilments_count_in_successful_episodes_only():
 def test_a_path_that_never_met_a_rule_changes_no_bit():
     plain = group(episode(turn(1.0), turn(0.0)), episode(turn(0.0), turn(0.1)))
     for name in ALGORITHMS:
-        config = Config(algorithm=name)
+        config = ruled(algorithm=name)
         algorithm = algorithm_of(config)
         pairs = zip(
             credited(algorithm, [plain], config)[0],
@@ -120,7 +123,7 @@ def test_a_path_that_never_met_a_rule_changes_no_bit():
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_algorithm_has_a_path_channel(name: str):
-    config = Config(algorithm=name)
+    config = ruled(algorithm=name)
     failed = group(episode(turn(0.0, -0.25)), episode(turn(0.0, 0.25)))
     ((bad, good),) = credited(algorithm_of(config), [failed], config)
     assert bad.advantage_U[0] < 0 < good.advantage_U[0]
@@ -128,7 +131,7 @@ def test_every_algorithm_has_a_path_channel(name: str):
 
 
 def test_one_reward_is_the_sum_of_both_channels():
-    one = folded(MIXED, Config(), 0.5)
+    one = folded(MIXED, ruled(), 0.5)
     assert [[t.reward for t in s.turns] for s in one.siblings] == [[-0.125, 1.0], [0.0, 0.0]]
 
 
@@ -143,16 +146,16 @@ rewards = st.lists(
 @given(st.lists(rewards, max_size=3), st.floats(0, 1))
 def test_the_variance_of_the_return_is_the_sum_of_its_parts(drawn, scale: float):
     groups = [[episode(*(turn(o, p) for o, p in pairs)) for pairs in rows] for rows in drawn]
-    got = variance(groups, Config(gamma=0.9), scale)
+    got = variance(groups, ruled(gamma=0.9), scale)
     parts = got.var_outcome + scale**2 * got.var_path + 2 * scale * got.cov_outcome_path
     assert got.var_return == pytest.approx(parts, abs=1e-9)
 
 
 def test_variance_of_a_group_by_hand():
-    got = variance([[episode(turn(1.0, -0.25)), episode(turn(0.0))]], Config())
+    got = variance([[episode(turn(1.0, -0.25)), episode(turn(0.0))]], ruled())
     assert (got.var_outcome, got.var_path, got.cov_outcome_path) == (0.25, 0.015625, -0.0625)
     assert got.var_return == 0.140625 and (got.silent_outcome, got.silent_path) == (0, 0)
-    assert variance([], Config()).var_return == 0.0
+    assert variance([], ruled()).var_return == 0.0
 
 
 def test_the_path_fades_when_compliance_holds_and_returns_when_it_does_not():
@@ -169,7 +172,7 @@ def test_violation_free_episodes_ended_and_broke_no_rule():
 def test_a_rule_of_one_call_of_several_speaks_to_its_tokens_only():
     hit = Hit("bad", Channel.PENALTY, -0.25, call=1, span=(2, 4))
     two = episode(replace(turn(0.0), path=(hit,)), turn(0.0))
-    config = Config(algorithm="grpo")
+    config = ruled(algorithm="grpo")
     ((bad, good),) = credited(algorithm_of(config), [group(two, episode(turn(0.0)))], config)
     above = 0.25 / 3
     assert np.allclose(bad.advantage_A(0), [above, above, above - 0.25, above - 0.25])
@@ -180,7 +183,7 @@ def test_a_rule_of_one_call_of_several_speaks_to_its_tokens_only():
 def test_a_span_weighs_in_its_channel():
     hit = Hit("bad", Channel.PENALTY, -0.25, call=1, span=(2, 4))
     two = episode(replace(turn(1.0), path=(hit,)))
-    config = Config(algorithm="grpo")
+    config = ruled(algorithm="grpo")
     ((bad, _),) = credited(algorithm_of(config), [group(two, episode(turn(0.0)))], config, 0.5)
     outcome, path = 0.5, 0.125
     assert np.allclose(bad.advantage_A(0), outcome + 0.5 * (path - np.array([0, 0, 0.25, 0.25])))
@@ -189,7 +192,7 @@ def test_a_span_weighs_in_its_channel():
 def test_packed_rows_carry_the_advantage_of_their_token():
     hit = Hit("bad", Channel.PENALTY, -0.25, call=1, span=(1, 3))
     two = episode(replace(turn(0.0), path=(hit,)))
-    config = Config(algorithm="grpo")
+    config = ruled(algorithm="grpo")
     credits = credited(algorithm_of(config), [group(two, episode(turn(0.0, tokens=3)))], config)
     (batch,) = pack(credits, 100)
     found = {tuple(batch.advantage_A[batch.trajectory_U[batch.turn_A] == 0].tolist())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from fastturn import cli
 from fastturn.config import Config, Data, Warm
 from fastturn.envs import load_domain
-from fastturn.findings import FAIL, PASS, WARN
+from fastturn.findings import FAIL, PASS, SKIP, WARN
 from fastturn.probe import measured
-from fastturn.rulebook import review, scripted
+from fastturn.rulebook import references, review, scripted
 from fastturn.rules import Ruled
 
 from .test_channels import episode, group, turn
@@ -97,7 +98,7 @@ def test_the_documented_rules_pass_on_a_domain_that_has_what_they_read(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     found, config = domain(tmp_path, example)
     tried, lines = review(found.rules, scripted(found, config, 0.0))
-    assert {line.status for line in lines} == {PASS}, lines
+    assert {line.status for line in lines[:-1]} == {PASS}, lines
     rates = {rule.name: tried.rate(rule) for rule in tried.rules}
     assert rates["answers_unchecked"] + rates["checks_first"] == pytest.approx(1.0)
     assert 0.2 < rates["checks_first"] < 0.8 and rates["half_way"] == rates["checks_first"]
@@ -129,12 +130,27 @@ def test_every_fault_has_its_line(tmp_path, check: str, status: str, rules: str)
     assert statuses(tmp_path, HEAD + rules)[check] == status
 
 
+def test_rules_that_punish_the_reference_are_named_with_its_tasks(tmp_path):
+    unchecked = f"{WELL[0]} and not state.calls"
+    found, config = domain(tmp_path, HEAD + PAIR.format(0.25, unchecked, WELL[1]))
+    shown = references(found, config)
+    line = review(found.rules, shown, shown)[1][-1]
+    bad = [episode.task for episode in shown if len(episode.moves) == 1]
+    assert (line.check, line.status) == ("references comply", WARN)
+    assert f"bad: {len(bad)}, such as {', '.join(bad[:5])}" in line.measured
+    kept = [episode for episode in shown if episode.task not in bad]
+    assert review(found.rules, shown, kept)[1][-1].status == PASS
+    failed = [replace(episode, solved=False) for episode in shown]
+    assert review(found.rules, shown, failed)[1][-1].status == SKIP
+
+
 def test_the_command_lists_rules_and_fails_for_a_fault(tmp_path, capsys):
     _, config = domain(tmp_path, HEAD + PAIR.format(0.25, *WELL))
     pairs = [f"data.domain={config.data.domain}", f"data.rules={config.data.rules}"]
     assert cli.main(["rules", "quickstart", *pairs]) == 0
     text = capsys.readouterr().out
     assert "bad" in text and "fulfilment" in text and "7 pass" in text
+    assert "rewards=outcome: rules are counted only" in " ".join(text.split())
     Path(config.data.rules).write_text(HEAD + PAIR.format(0.25, "return not action.calls", WELL[1]))
     other = Path(config.data.rules).rename(tmp_path / "other.py")
     assert cli.main(["rules", "quickstart", pairs[0], f"data.rules={other}", "--json"]) == 1
@@ -147,7 +163,8 @@ def test_the_command_lists_rules_and_fails_for_a_fault(tmp_path, capsys):
 def test_a_probe_measures_each_reward_on_its_own():
     failed = group(episode(turn(0.0, -0.25)), episode(turn(0.0)))
     mixed = group(episode(turn(1.0)), episode(turn(0.0)))
-    found = measured([failed, mixed], Config(tasks=2, warm=Warm()))
+    trained = ("outcome", "penalty", "fulfilment")
+    found = measured([failed, mixed], Config(tasks=2, rewards=trained, warm=Warm()))
     assert (found.episodes, found.success, found.violation_free) == (4, 0.25, 0.75)
     assert found.hits == {"bad": 0.25}
     assert found.channels["outcome"].variance == 0.125

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import traceback
 import zlib
@@ -16,6 +17,8 @@ from fastturn.envs.base import DOMAINS, Domain
 from fastturn.options import chosen, keywords, nearest
 from fastturn.rules import Rule, Ruled, checked
 
+logger = logging.getLogger(__name__)
+
 
 def load_domain(config: Config) -> Domain:
     """The domain named by `data.domain` (a registered name, with options or without, or
@@ -28,11 +31,15 @@ def load_domain(config: Config) -> Domain:
     domain = _named(config)
     rules = checked([*getattr(domain, "rules", ()), *_own_rules(config.data.rules)])
     trained = set(config.rewards) - {"outcome"}
-    if trained and not rules and config.rewards != Config().rewards:
+    if trained and not rules:
         raise ConfigError(
             f"rewards={','.join(config.rewards)}: data.domain={config.data.domain!r} has no path "
-            f"rules; declare some (docs/rules.md) in a file and name it by data.rules, or leave "
-            f"rewards out"
+            f"rules; declare some (docs/rules.md) in a file and name it by data.rules, or set "
+            f"rewards=outcome"
+        )
+    if rules and not trained:
+        logger.info(
+            "path rules are counted only; rewards=outcome,penalty,fulfilment trains on them"
         )
     compliant = config.warm.compliant
     if compliant and not hasattr(domain, "compliant_demonstrator"):

@@ -139,12 +139,19 @@ class DeskEnv:
 @register("tau2")
 class DeskDomain:
     """Domain "tau2". Options: `desk`, which of the package's domains; `user`, who calls; `idle=1`
-    keeps the tasks that doing nothing solves. Training and held-out tasks are the package's own
+    keeps the tasks that doing nothing solves; `strict=1` adds the path rules that some of the
+    package's reference calls break. Training and held-out tasks are the package's own
     splits; policy and schemas go into the prompt only for a pretrained model (`model.path` is set).
     """
 
     def __init__(
-        self, config: Config, *, desk: str = "airline", user: str = "ticket", idle: int = 0
+        self,
+        config: Config,
+        *,
+        desk: str = "airline",
+        user: str = "ticket",
+        idle: int = 0,
+        strict: int = 0,
     ) -> None:
         if desk not in DESKS:
             raise ConfigError(
@@ -164,7 +171,7 @@ class DeskDomain:
         self._desk = Desk.opened(desk)
         self._customer = customer(user, self._desk)
         self._asks = user != "ticket"
-        self.rules = rules_of(desk, self._asks)
+        self.rules = rules_of(desk, self._asks, bool(strict))
         self._described = bool(config.model.path)
         self.tools: list[dict[str, Any]] = self._desk.schemas if self._described else []
         train, held_out = (self._part(name, bool(idle)) for name in ("train", "test"))

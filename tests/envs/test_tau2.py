@@ -77,9 +77,11 @@ def idle(domain: DeskDomain, task: Task) -> float:
     return env.step(parse_action("")).reward
 
 
-def path(*texts: str, user: str = "ticket", desk: str = "airline") -> list[list[str]]:
+def path(
+    *texts: str, user: str = "ticket", desk: str = "airline", strict: int = 1
+) -> list[list[str]]:
     """The rules that each text meets, in the first task of the desk's training split."""
-    domain = loaded(f"desk={desk},user={user}")
+    domain = loaded(f"desk={desk},user={user},strict={strict}")
     env = domain.env()
     env.start(domain.train_tasks[0])
     return [sorted(hit.rule for hit in env.step(parse_action(text)).path) for text in texts]
@@ -104,6 +106,38 @@ def test_a_demonstration_asks_a_customer_that_answers() -> None:
         met |= {hit.rule for hit in answer.path}
     assert answer.reward == 1.0
     assert "changes_confirmed" in met and "changes_unconfirmed" not in met
+
+
+def punished(options: str) -> dict[str, list[str]]:
+    """The tasks in which reference calls meet a penalty, by rule."""
+    domain = loaded(f"{options},idle=1")
+    tasks = (*domain.train_tasks, *domain.eval_tasks)
+    broken: dict[str, list[str]] = {}
+    for task in tasks:
+        env, script = domain.env(), domain.demonstrator(task, np.random.default_rng(0))
+        messages, answer = env.start(task), None
+        while answer is None or not answer.done:
+            answer = env.step(parse_action(script(messages)))
+            messages = [*messages, *answer.messages]
+            for rule in {hit.rule for hit in answer.path if hit.value < 0}:
+                broken.setdefault(rule, []).append(task.id)
+        assert answer.reward == 1.0, task.id
+    return broken
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_references_keep_every_rule_that_is_on() -> None:
+    assert punished("desk=airline,user=script") == punished("desk=retail,user=script") == {}
+    airline, retail = punished("desk=airline,strict=1"), punished("desk=retail,strict=1")
+    assert sorted(map(int, airline.pop("cancels_against_policy"))) == [7, 9, 37]
+    assert airline.pop("changes_route") == ["29"]
+    looked = sorted(map(int, airline.pop("changes_without_looking")))
+    assert looked == [9, 11, *range(14, 20), *range(21, 24), 37] and not airline
+    assert {rule: len(ids) for rule, ids in retail.items()} == {
+        "changes_without_looking": 49,
+        "serves_unidentified": 45,
+    }
 
 
 @pytest.mark.slow
@@ -223,8 +257,46 @@ def test_rules_of_the_airline() -> None:
     assert "changes_without_looking" in unseen and "calls_alone" in unseen
     assert "changes_after_looking" not in seen  # credited for the first change alone
     assert path(READ, CANCEL)[1] == ["cancels_against_policy", "changes_after_looking"]
+    assert path(READ, CANCEL, strict=0) == [["calls_alone"], []]
     assert path("One moment. " + READ) == [["calls_with_company"]]
     assert path(READ + READ) == [["calls_with_company", "calls_with_company"]]
+
+
+def changed(record: str, cabin: str, *flights: tuple[str, str]) -> str:
+    legs = [{"flight_number": number, "date": date} for number, date in flights]
+    return write_call(
+        "update_reservation_flights", reservation_id=record, cabin=cabin, flights=legs
+    )
+
+
+def test_what_the_airline_lets_nobody_modify() -> None:
+    booked = (("HAT005", "2024-05-20"), ("HAT178", "2024-05-30"))  # of XEHM4B: basic economy
+    upgrade = changed("XEHM4B", "economy", *booked)
+    assert path(upgrade)[0] == [
+        *("calls_alone", "changes_without_looking", "keeps_route", "modifies_properly")
+    ]
+    moved = changed("XEHM4B", "basic_economy", ("HAT005", "2024-05-21"), booked[1])
+    assert "modifies_against_policy" in path(moved, strict=0)[0]
+    assert "changes_route" in path(changed("XEHM4B", "economy", booked[0]))[0]
+    flown = changed("NQNU5R", "economy", ("HAT214", "2024-05-13"), ("HAT045", "2024-05-14"))
+    assert "modifies_against_policy" in path(flown)[0]
+    bags = {"reservation_id": "NQNU5R", "nonfree_baggages": 0, "payment_id": "x"}
+    less, more = (
+        write_call("update_reservation_baggages", total_baggages=n, **bags) for n in (0, 2)
+    )
+    assert path(less, strict=0) == [["calls_alone", "modifies_against_policy"]]
+    assert path(more, strict=0) == [["calls_alone", "modifies_properly"]]
+    gone = write_call("cancel_reservation", reservation_id="NQNU5R")  # business, but flown
+    assert "cancels_against_policy" in path(gone)[0]
+
+
+@pytest.mark.parametrize(
+    "flights", ["x", [1], [{}], [{"flight_number": 1, "date": []}], [{"flight_number": "HAT000"}]]
+)
+def test_rules_answer_for_calls_that_make_no_sense(flights: Any) -> None:
+    call = {"reservation_id": "XEHM4B", "cabin": ["x"], "flights": flights, "total_baggages": None}
+    for tool in ("update_reservation_flights", "update_reservation_baggages", "cancel_reservation"):
+        assert "calls_alone" in path(write_call(tool, **call))[0]
 
 
 def test_nothing_changes_before_a_customer_that_can_be_asked_says_yes() -> None:
