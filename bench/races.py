@@ -39,6 +39,7 @@ WORKSHOP = (
 TASKS: Mapping[str, tuple[str, ...]] = {
     "calculator": (),
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
+    "workshop-prices": ("data.domain=workshop:flaws=0.25,prices=1000", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }
 # Settings that no warm start reads.

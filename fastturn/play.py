@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -153,6 +153,8 @@ class _Table:
                 self._end_turn(episode, completion, unanswered, Ending.TRUNCATED)
                 continue
             action = self.play.renderer.parse(completion.action_A)
+            named = self.play.config.seed, "environment", *episode.stream, episode.turn
+            action = replace(action, seed=stream_seed(*named))
             self.acting[key[0], place] = completion
             self.inbox.call((key[0], place), partial(episode.env.step, action))
 

@@ -59,11 +59,15 @@ class BadCall:
 class Action:
     """What the policy said, without its stop token, and the calls found in it, in order.
 
-    `text` keeps the thinking; calls inside the thinking are not calls.
+    `text` keeps the thinking; calls inside the thinking are not calls. `seed`: what an environment
+    with chance of its own draws from in this step. Every turn of every episode has another one, a
+    pure function of the run's seed, so episodes of one task differ by chance too, and what was
+    drawn before a snapshot is shared by all that restore it.
     """
 
     text: str
     calls: tuple[ToolCall | BadCall, ...] = ()
+    seed: int = 0
 
     @property
     def call(self) -> ToolCall | None:
@@ -110,7 +114,7 @@ class Env(Protocol):
 
     def restore(self, snapshot: Any) -> None:
         """Continue from `snapshot`, instead of `start`. One snapshot serves many instances, and the
-        same action from it gives the same observation in each."""
+        same action, its seed included, from it gives the same observation in each."""
         ...
 
 

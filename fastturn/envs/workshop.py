@@ -3,11 +3,14 @@
 An order is a row of numbers, `47 82`. The policy calls `set` with each of them in turn; a wrong
 one spoils the piece and ends the episode. Then it may call `gauge` 1, 2, ..., and says `done` when
 it likes. Some pieces have a hidden flaw, which the last gauge mends; a flawed piece that was not
-mended fails. Reward 1 at the end if all went well, 0 otherwise.
+mended fails. At the end the price of the order if all went well, 0 otherwise.
 
     steps     numbers of an order: each is a chance to spoil the piece
     checks    gauges: what care costs, in turns
     flaws     share of pieces with a flaw: what care is worth
+    prices    orders pay 1 to this much, evenly in its logarithm (1: all pay 1). The price is drawn
+              for each episode when its first turn is answered, and shown to nobody: what a state is
+              worth then varies with more than what the policy did
     careful   probability that a demonstration begins to gauge
     slip      probability that a demonstration sets a wrong number
     think     whether demonstrations say what comes next before they call (a scratch part that
@@ -20,6 +23,7 @@ it is a chain like the calculator's.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -54,10 +58,12 @@ _SET = Tool("set", "Sets the next number of the order.", _PARAMETERS, _unused, b
 _GAUGE = Tool("gauge", "Reads a gauge.", _PARAMETERS, _unused, bounded=True)
 
 
-def draw_order(rng: random.Random, *, steps: int, checks: int, flaws: float) -> dict[str, Any]:
+def draw_order(
+    rng: random.Random, *, steps: int, checks: int, flaws: float, prices: float
+) -> dict[str, Any]:
     """An order of `steps` numbers from 10 to 99, and whether its piece is flawed.
 
-    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4}`.
+    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4, "prices": 1}`.
     """
     order = tuple(rng.randint(10, 99) for _ in range(steps))
     flawed = checks > 0 and rng.random() < flaws
@@ -66,18 +72,27 @@ def draw_order(rng: random.Random, *, steps: int, checks: int, flaws: float) -> 
         "order": order,
         "flawed": flawed,
         "checks": checks,
+        "prices": prices,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The state of an episode: its task, how many numbers are set and gauges read, and whether a
-    wrong number has spoiled it."""
+    """The state of an episode: its task, how many numbers are set and gauges read, whether a wrong
+    number has spoiled it, and what it pays (0: not drawn yet)."""
 
     task: Task
     placed: int = 0
     gauged: int = 0
     spoiled: bool = False
+    price: float = 0.0
+
+    def priced(self, seed: int) -> Piece:
+        """With its price, drawn if it has none."""
+        if self.price:
+            return self
+        exponent = random.Random(seed).random()
+        return replace(self, price=math.pow(self.task.data["prices"], exponent))
 
     @property
     def complete(self) -> bool:
@@ -110,9 +125,10 @@ class WorkshopEnv:
     def step(self, action: Action) -> Observation:
         """Carry out the calls of `action`; without any it ends the episode and is rewarded."""
         assert not self._over, "nothing comes after done"
+        self._piece = self._now.priced(action.seed)
         if not action.calls:
             self._over = True
-            return Observation((), float(self._now.good), True, ("delivered",))
+            return Observation((), self._piece.price * self._piece.good, True, ("delivered",))
         replies = run_calls(action, self._tools, timeout_s=0.0)  # they bound themselves
         events = tuple(event for reply in replies for event in reply.events)
         if self._now.spoiled:
@@ -166,6 +182,7 @@ class Workshop:
         steps: int = 2,
         checks: int = 4,
         flaws: float = 0.25,
+        prices: float = 1.0,
         careful: float = 0.5,
         slip: float = 0.3,
         think: int = 1,
@@ -177,12 +194,14 @@ class Workshop:
             raise ConfigError(
                 f"data.domain: steps={steps},checks={checks}: expected 1 to 9 steps, 0 to 9 checks"
             )
+        if not 1 <= prices <= 1e6:
+            raise ConfigError(f"data.domain: prices={prices}: expected a highest price, 1 to 1e6")
         if config.data.path:
             raise ConfigError(
                 f"data.path={config.data.path!r}: the domain 'workshop' makes its own tasks; "
                 f"leave data.path empty"
             )
-        draw = partial(draw_order, steps=steps, checks=checks, flaws=flaws)
+        draw = partial(draw_order, steps=steps, checks=checks, flaws=flaws, prices=prices)
         self._script = partial(Demonstrator, careful=careful, slip=slip, think=bool(think))
         self._described = bool(config.model.path)
         self.tools: list[dict[str, Any]] = [_SET.schema, _GAUGE.schema] if self._described else []

@@ -29,9 +29,9 @@ def named(reference: str, **changes: object) -> Workshop:
     return domain
 
 
-def order(*numbers: int, flawed: bool = False, checks: int = 2) -> Task:
+def order(*numbers: int, flawed: bool = False, checks: int = 2, prices: float = 1.0) -> Task:
     data = {"question": "", "order": numbers, "flawed": flawed, "checks": checks}
-    return Task("t", data)
+    return Task("t", data | {"prices": prices})
 
 
 def call(name: str, n: int) -> Action:
@@ -90,6 +90,28 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(actions, event):
     way = (*GOOD, call("gauge", 1), call("gauge", 2))
     rest = [a for a in way if a not in actions[:-1]]
     assert played(task, [*actions, *rest, DONE])[-1].reward == 1.0
+
+
+def test_the_first_turn_draws_a_price_that_later_turns_keep():
+    task, found = order(47, 82, prices=1000.0), []
+    for seed in range(2000):
+        env = DOMAIN.env()
+        env.start(task)
+        env.step(replace(GOOD[0], seed=seed))
+        for after in (seed, seed + 1):
+            twin = DOMAIN.env()
+            twin.restore(pickle.loads(pickle.dumps(env.snapshot())))
+            twin.step(replace(GOOD[1], seed=after))
+            found.append(twin.step(replace(DONE, seed=after)).reward)
+    assert found[::2] == found[1::2]
+    logs = np.log(found[::2]) / np.log(1000)
+    assert logs.min() >= 0 and logs.max() <= 1
+    assert abs(logs.mean() - 1 / 2) < 0.02 and abs(logs.var() - 1 / 12) < 0.005
+
+
+def test_a_bad_piece_earns_nothing_at_any_price():
+    assert played(order(47, 82, flawed=True, prices=9.0), [*GOOD, DONE])[-1].reward == 0.0
+    assert played(order(47, 82, prices=1.0), [*GOOD, DONE])[-1].reward == 1.0
 
 
 actions_drawn = st.lists(
@@ -184,6 +206,7 @@ def test_a_pretrained_model_gets_tools_and_instructions():
         ("workshop:checks=some", "expected a value of type int"),
         ("workshop:flaws=2", "expected a share from 0 to 1"),
         ("workshop:steps=0", "expected 1 to 9 steps"),
+        ("workshop:prices=0.5", "prices=0.5: expected a highest price"),
         ("calculator:steps=2", "calculator has no options"),
         ("workshp:steps=2", "nearest is 'workshop'"),
     ],
