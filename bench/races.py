@@ -28,6 +28,7 @@ from fastturn.run import Run
 from .full_history import FullHistory
 from .quickstarts import opened, warm_weights
 from .record import RESULTS, git, require_clean
+from .recorded import ForeignRow
 
 RACES = RESULTS / "races.jsonl"
 WORKSHOP = (
@@ -217,13 +218,23 @@ def metrics(
 
 
 def recorded(path: Path = RACES) -> list[Result]:
-    """Everything in the file."""
+    """Everything in the file. `ForeignRow` names a line that is no result."""
     if not path.exists():
         return []
-    return [_result(json.loads(line)) for line in path.read_text().splitlines()]
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found.append(_result(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ForeignRow(
+                f"{path}, line {number}: expected the result of a race ({type(error).__name__}: "
+                f"{error}); restore the file, or delete the line and run its race again"
+            ) from error
+    return found
 
 
-def _result(line: Mapping[str, Any]) -> Result:
+def _result(text: str) -> Result:
+    line = json.loads(text)
     race = dict(line["race"])
     race["settings"] = tuple(race["settings"])
     race["budget"] = Budget(**race["budget"])

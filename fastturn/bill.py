@@ -98,7 +98,8 @@ def remedy(part: str) -> str:
 
 def bill(run: RunFiles, price: float | None = None) -> dict[str, Any]:
     """Rows of what was bought: device-seconds, device-hours, and money when a device-hour has a
-    `price`; the energy in words."""
+    `price` (that of the summary unless another is given); the energy in words."""
+    price = run.summary.get("price_per_gpu_hour") if price is None else price
     seconds, successes = device_seconds(run), run.summary.get("successes", 0)
     bought = {"the whole run": seconds} if seconds else {}
     if successes:

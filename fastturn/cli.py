@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 NAME = "a name that `fastturn recipes` lists"
-OPTIONS = ("--out", "--resume", "--nproc", "--dry-run", "--help")
+OPTIONS = ("--out", "--resume", "--nproc", "--dry-run", "--price", "--help")
 
 # Errors with a message for the user: (module, class, exit status). Looked up among the modules that
 # are loaded, because an error can only come from one that is.
@@ -149,11 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(subcommands, "report", commands.report, "write report.html of a run again")
     report.add_argument("path", type=Path, metavar="DIR", help="the folder of a run")
     report.add_argument(
-        "--price", type=_price, metavar="P", help="of a device-hour: what the run cost in money"
-    )
-    report.add_argument(
         "--slowest", action="store_true", help="the largest share of time, and what reduces it"
     )
+    for priced in (train, report):
+        priced.add_argument(
+            "--price", type=_price, metavar="P", help="of a device-hour: what a run costs in money"
+        )
     serve = _command(subcommands, "serve", _serve, "print or run the rollout server of a recipe")
     serve.add_argument("recipe", metavar="RECIPE", help=NAME)
     _add_pairs(serve)
@@ -390,7 +391,7 @@ def _train_here(options: argparse.Namespace, config: Config, recipe: Config, wor
     from fastturn.trainer import train
 
     try:
-        train(config, recipe, out, resume, world)
+        train(config, recipe, out, resume, world, price=options.price)
     except ValueError as error:
         # Bad input that only the run could find: the corrected command may use the same folder.
         known = status_of(error) == BAD_INPUT and world.leader
@@ -403,7 +404,8 @@ def _without_nproc(options: argparse.Namespace) -> list[str]:
     """The command of one process of several."""
     out = ["--out", str(options.out)] if options.out is not None else []
     resume = ["--resume"] if options.resume else []
-    return ["train", options.recipe, *options.pairs, *out, *resume]
+    price = ["--price", str(options.price)] if options.price is not None else []
+    return ["train", options.recipe, *options.pairs, *out, *resume, *price]
 
 
 def _serve(options: argparse.Namespace) -> int:

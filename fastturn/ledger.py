@@ -133,20 +133,40 @@ def levels(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     return found
 
 
+def money(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's device-hours cost, in all, for a successful rollout and to each success level;
+    empty when `price_per_gpu_hour` is not known.
+
+    Example: 2 hours at 1.5 with 30 successes are `{"money": 3.0, "money_per_success": 0.1, ...}`.
+    """
+    price = summary.get("price_per_gpu_hour")
+    if price is None:
+        return {}
+    paid = price * summary["gpu_hours"]
+    successes = summary.get("successes")
+    reached = [x | {"money": price * x["gpu_hours"]} for x in summary.get("levels") or ()]
+    each = {"money_per_success": paid / successes} if successes else {}
+    return {"money": paid, **each, "levels": reached}
+
+
 def curves(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's ledger as a record for trackers: device-seconds of each pool by span, device-hours in
-    all and to each success level.
+    """A run's ledger as a record for trackers: device-seconds of each pool by span, device-hours
+    and, at a price, money, in all and to each success level.
 
     Example: `{"kind": "ledger", "device_hours to success": {"0.5": 0.02}, ...}`.
     """
     pools = summary.get("pools") or {}
     servers = pools.get("servers") or {}
     busy = {"busy": servers["busy"], **servers["idle"]} if servers else {}
-    reached = {f"{x['success']:g}": x["gpu_hours"] for x in summary.get("levels") or ()}
+    reached = {f"{x['success']:g}": x for x in summary.get("levels") or ()}
+    paid = {key: summary[key] for key in ("money", "money_per_success") if key in summary}
+    if paid:
+        paid["money to success"] = {name: x["money"] for name, x in reached.items()}
     return {
         "kind": "ledger",
         "device_hours": sum(pool["device_seconds"] for pool in pools.values()) / 3600,
         "trainer": (pools.get("trainer") or {}).get("spans", {}),
         "servers": busy,
-        "device_hours to success": reached,
+        "device_hours to success": {name: x["gpu_hours"] for name, x in reached.items()},
+        **paid,
     }

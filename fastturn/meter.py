@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fastturn.energy import Energy
-from fastturn.ledger import Held, Servers, curves
+from fastturn.ledger import Held, Servers, curves, money
 from fastturn.provenance import commit, versions
 from fastturn.records import Lines, plain, write_json
 from fastturn.timeline import Watcher
@@ -250,7 +250,7 @@ class Meter:
 
     def summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Writes summary.json (whole or not at all) and returns it: `values`, event totals,
-        ledger, versions and commit. Trackers get the ledger."""
+        ledger, money if `values` has a price, versions and commit. Trackers get the ledger."""
         body, nonfinite = plain(dict(values), "summary")
         counts = self._totals + self._counts
         if nonfinite:
@@ -262,6 +262,7 @@ class Meter:
             "versions": versions(),
             "commit": commit(),
         }
+        summary |= money(summary)
         write_json(self.out / "summary.json", summary)
         for tracker in self._trackers:
             tracker.log(curves(summary) | {"time": round(time.time(), 3)})

@@ -58,7 +58,13 @@ __all__ = ["RunError", "train"]
 
 
 def train(
-    config: Config, recipe: Config, out: Path, resume: bool = False, world: World | None = None
+    config: Config,
+    recipe: Config,
+    out: Path,
+    resume: bool = False,
+    world: World | None = None,
+    *,
+    price: float | None = None,
 ) -> dict[str, Any]:
     """Run `config` in the folder `out` and return its summary (also `out/summary.json`).
 
@@ -67,6 +73,7 @@ def train(
     `RunError`, `ConfigError` or `DomainError` with a remedy, and `KeyboardInterrupt` after Ctrl-C,
     when the step in hand is finished and saved. In a `world` of several processes all of them call
     it with the same arguments; only the leader writes to `out` (but for its shards) and prints.
+    `price` of a device-hour: the summary tells money.
     """
     world = world or World.single(config.device)
     with (
@@ -79,7 +86,7 @@ def train(
             warm_start(run)
             evaluate_before(run)
             iterate(run)
-        return finish(run)
+        return finish(run, price)
 
 
 def warm_start(run: Run) -> None:
@@ -308,7 +315,7 @@ def publish(run: Run) -> None:
     run.published = run.cursor.version
 
 
-def finish(run: Run) -> dict[str, Any]:
+def finish(run: Run, price: float | None = None) -> dict[str, Any]:
     """Last evaluation, final model, summary and report; repeated harmlessly on a finished run."""
     cursor = run.cursor
     if cursor.phase != "done":
@@ -318,14 +325,15 @@ def finish(run: Run) -> dict[str, Any]:
         run.save()
         run.settle()
     run.gather()
-    return run.world.first(lambda: conclude(run))
+    return run.world.first(lambda: conclude(run, price))
 
 
-def conclude(run: Run) -> dict[str, Any]:
+def conclude(run: Run, price: float | None) -> dict[str, Any]:
     """Summary and report of a finished run: the leader's work."""
     assert isinstance(run.meter, Meter)
-    reached = {"levels": levels(read_lines(run.out / "records.jsonl"))}
-    summary = run.meter.summary(run_summary(run.config, run.cursor) | reached)
+    reached = levels(read_lines(run.out / "records.jsonl"))
+    values = run_summary(run.config, run.cursor) | {"levels": reached, "price_per_gpu_hour": price}
+    summary = run.meter.summary(values)
     path = write_report(run.out)
     run.progress.table("run", result_rows(summary, path))
     return summary

@@ -37,9 +37,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
     calls: list[tuple[Any, ...]] = []
 
     def train(
-        config: Config, recipe: Config, out: Path, resume: bool, world: World
+        config: Config, recipe: Config, out: Path, resume: bool, world: World, price: float | None
     ) -> dict[str, Any]:
-        calls.append((config, recipe, out, resume))
+        calls.append((config, recipe, out, resume, *([] if price is None else [price])))
         (out / "config.json").write_text("{}")
         return {}
 
@@ -150,7 +150,9 @@ def test_bad_input_found_by_the_run_leaves_no_folder(
 ):
     """Unless the folder was there before, or training had begun."""
 
-    def train(config: Config, recipe: Config, out: Path, resume: bool, world: World) -> None:
+    def train(
+        config: Config, recipe: Config, out: Path, resume: bool, world: World, price: None
+    ) -> None:
         (out / "config.json").write_text("{}")
         (out / "records.jsonl").write_text(records)
         raise ConfigError("data.path='': expected tasks")
@@ -165,10 +167,10 @@ def test_bad_input_found_by_the_run_leaves_no_folder(
 def test_a_failed_run_and_a_defect_have_different_ends(trained, monkeypatch, capsys):
     from fastturn.run import RunError
 
-    def failing(*arguments: object) -> None:
+    def failing(*arguments: object, price: None) -> None:
         raise RunError("three steps in a row were not finite; lower optim.lr")
 
-    def broken(*arguments: object) -> None:
+    def broken(*arguments: object, price: None) -> None:
         raise RuntimeError("shapes do not match")
 
     monkeypatch.setattr("fastturn.trainer.train", failing)
@@ -179,7 +181,7 @@ def test_a_failed_run_and_a_defect_have_different_ends(trained, monkeypatch, cap
 
 
 def test_ctrl_c(trained, monkeypatch, capsys):
-    def train(*arguments: object) -> None:
+    def train(*arguments: object, price: None) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fastturn.trainer.train", train)

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from fastturn import cli
 from fastturn.bill import REMEDIES, SERVING, bill, device_seconds, parts, remedy, waiting
 from fastturn.energy import open_energy
-from fastturn.ledger import WAITS_WITH_SERVERS, Held, levels
+from fastturn.ledger import WAITS_WITH_SERVERS, Held, curves, levels
 from fastturn.meter import SPANS, Follower, Meter
 from fastturn.records import read_lines
 from fastturn.runfiles import load
 from fastturn.sampler.members import Occupied
+from fastturn.trackers import scalars
 
 S = 1_000_000_000
 
@@ -222,6 +223,26 @@ def test_the_bill_prices_successes_and_levels(out: Path) -> None:
     assert rows["one successful training rollout"]["seconds"] == 2.0
     assert rows["held-out success 40 %"]["hours"] == pytest.approx(50 / 3600)
     assert "held-out success 50 %" not in rows
+
+
+def test_a_run_with_a_price_tells_money_in_summary_trackers_and_report(tmp_path: Path) -> None:
+    now = [0]
+    meter = Meter(tmp_path, devices=2, clock=lambda: now[0])
+    now[0] = 900 * S
+    meter.record("eval", {"split": "after", "iteration": 1, "success": 0.12})
+    now[0] = 1800 * S
+    reached = levels(read_lines(tmp_path / "records.jsonl"))
+    summary = meter.summary({"successes": 8, "levels": reached, "price_per_gpu_hour": 1.6})
+    meter.close()
+    assert summary["money"] == pytest.approx(1.6) and summary["money_per_success"] == 0.2
+    assert [x["money"] for x in summary["levels"]] == [pytest.approx(0.8)]
+    shown = scalars(curves(summary))
+    assert shown["ledger/money"] == pytest.approx(1.6)
+    assert shown["ledger/money to success/0.1"] == pytest.approx(0.8)
+    told = bill(load(tmp_path))
+    assert told["priced"] and told["rows"][0]["money"] == pytest.approx(1.6)
+    assert bill(load(tmp_path), price=3.2)["rows"][0]["money"] == pytest.approx(3.2)
+    assert "money" not in meter.summary({"successes": 8})
 
 
 def test_report_tells_the_largest_part_and_the_money(

@@ -16,6 +16,7 @@ from fastturn.bench import algorithms, attribution, races
 from fastturn.bench.full_history import FullHistory, with_history
 from fastturn.bench.quickstarts import opened
 from fastturn.bench.races import Budget, Point, Race, Result
+from fastturn.bench.recorded import ForeignRow
 from fastturn.demos import demonstrate
 from fastturn.render import Renderer
 
@@ -139,6 +140,16 @@ def test_results_are_kept_and_never_made_twice(tmp_path, monkeypatch):
     assert races.recorded(path) == kept
     wanted = [race("rtpo"), race("rtpo", 1), race("grpo"), replace(race("grpo"), settings=())]
     assert list(races.missing(wanted, kept)) == [wanted[1], wanted[3]]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"race": {}}', '{"race": 3}', "null"])
+def test_a_damaged_line_is_named(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr(races, "require_clean", lambda: None)
+    path = tmp_path / "races.jsonl"
+    races.record(result("rtpo", 0, 0.5), path)
+    path.write_text(path.read_text() + damage + "\n")
+    with pytest.raises(ForeignRow, match=r"races\.jsonl, line 2: expected the result of a race"):
+        races.recorded(path)
 
 
 def test_the_table_compares_within_seeds():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # pytest's import mode leaves it out
+from test_trainer import closure
 
 from fastturn import cli, trainer
 from fastturn.carriers import FileCarrier
@@ -88,6 +92,8 @@ def test_the_quickstart_trains_through_a_real_server(live, taught, tmp_path):
         assert all(math.isfinite(v) for v in record.values() if isinstance(v, float)), record
     summary = json.loads((out / "summary.json").read_text())
     assert summary["iterations"] == 2 and (out / "final" / "model.safetensors").exists()
+    assert summary["devices"] == 2 and set(summary["pools"]) == {"trainer", "servers"}
+    assert closure(out) == pytest.approx(1.0, rel=0.01)
     assert live.server.weight_version() == str(1 + len(trained))  # warm start, then every update
     assert not events(out)
 
