@@ -11,6 +11,7 @@ from fastturn.envs import (  # noqa: F401  (registers the built-in domains)
     search,
     shell,
     tau2,
+    verifiers,
     workshop,
 )
 from fastturn.envs.base import (

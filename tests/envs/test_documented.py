@@ -15,7 +15,7 @@ from fastturn.config import Config, Data
 from fastturn.envs import Action, Task, ToolCall, load_domain
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
-GUESS, CAPITAL = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+GUESS, LAMP, CAPITAL = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_a_domain_of_your_own(tmp_path: Path) -> None:
@@ -44,6 +44,16 @@ def test_the_guide_keeps_to_its_own_contract(
     lines = {line["check"]: line for line in json.loads(capsys.readouterr().out)}
     assert lines.pop("calls counted")["status"] == "skip"  # it has no tools
     assert {line["status"] for line in lines.values()} == {"pass"}
+
+
+def test_an_environment_that_cannot_be_copied() -> None:
+    names: dict[str, Any] = {}
+    exec(LAMP, names)
+    env, twin = names["lamp_env"](), names["lamp_env"]()
+    env.start(Task("t"))
+    assert env.step(Action("switch")).messages[0]["content"] == "It is on."
+    twin.restore(pickle.loads(pickle.dumps(env.snapshot())))
+    assert [each.step(Action("")).reward for each in (env, twin)] == [1.0, 1.0]
 
 
 def test_stateless_tools() -> None:
