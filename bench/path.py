@@ -16,7 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from .algorithms import interval
 from .command import one_of, options, parser
 from .quickstarts import opened, warm_weights
 from .record import RESULTS, Measured, config_hash, record
+from .recorded import read
 
 ARMS = {
     "outcome": ("rewards=outcome",),
@@ -161,9 +162,9 @@ def rows_of(name: str, arm: str, seed: int) -> dict[str, float]:
 def recorded(name: str, arm: str, seed: int) -> list[dict[str, Any]]:
     """The rows of a run, with whichever defaults of the keys that it does not name."""
     path = RESULTS / "path.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    rows = read(path) if path.exists() else []
     wanted = title_of(name, seed), arm
-    return [row for row in map(json.loads, lines) if (row["case"], row["provider"]) == wanted]
+    return [asdict(row) for row in rows if (row.case, row.provider) == wanted]
 
 
 def tabulated(name: str, arms: Sequence[str], seeds: int) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """Sampled tokens per second: the in-process sampler against `model.generate`, side by side.
 
     .venv/bin/python scripts/bench rollouts --threads 1 --no-record
+    .venv/bin/python scripts/bench rollouts --contexts --lengths gsm8k --no-record
 
 SmolLM2-135M's shape with random weights, float32: 8 siblings of each context of 512 tokens, 64 new
-tokens each. `generate` reads every context once a sibling, the sampler once. Time runs from ids to
-finished completions, prefill included. Sampled log-probabilities must agree with the unmodified
-model's own attention before timing.
+tokens each, or lengths drawn from what was fitted to data (`fastturn/lengths.py`), with their long
+tails. `generate` reads every context once a sibling and takes a batch to its longest action, the
+sampler does neither. Time runs from ids to finished completions, prefill included. Sampled
+log-probabilities must agree with the unmodified model's own attention before timing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from fastturn.lengths import FITTED, lengths_of
 from fastturn.models import ATTENTION
 from fastturn.policy import Policy
 from fastturn.sampler.base import Request, SamplingParams
@@ -32,8 +35,10 @@ from .measure import WrongResult, ratios
 from .record import Measured
 
 LOGPROB_TOLERANCE = 1e-4
+TURNS = 4  # of an episode with drawn lengths
 
-Provider = Callable[[Sequence[Ids], int], int]  # contexts, new tokens -> tokens sampled in all
+Asked = tuple[Ids, int]  # a context and how many tokens each of its siblings has
+Provider = Callable[[Sequence[Asked]], int]  # -> tokens sampled in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +53,82 @@ class RolloutCase:
     def name(self) -> str:
         return f"rollouts/contexts={self.contexts}"
 
-    def inputs(self) -> list[Ids]:
+    def inputs(self) -> list[Asked]:
         rng = np.random.default_rng(0)
-        shape = (self.contexts, self.context)
-        return list(rng.integers(0, SMOLLM2.vocab, shape).astype(np.int32))
+        return [(random_ids(rng, self.context), self.tokens) for _ in range(self.contexts)]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCase(RolloutCase):
+    """Lengths of `lengths`, a name of `FITTED`; `context` and `tokens` are the most there may be.
+    A context is a prompt and what none to `TURNS` - 1 turns have added."""
+
+    contexts: int = 4
+    context: int = 1024
+    tokens: int = 256
+    lengths: str = "tool-dialogues"
+
+    @property
+    def name(self) -> str:
+        return f"rollouts/{self.lengths} contexts={self.contexts}"
+
+    def inputs(self) -> list[Asked]:
+        rng, of = np.random.default_rng(0), lengths_of([self.lengths])
+
+        def drawn(median: float, spread: float) -> int:
+            return round(median * rng.lognormal(0.0, spread))
+
+        def action() -> int:
+            return drawn(of.think, of.think_spread) + drawn(of.action, of.spread)
+
+        found = []
+        for _ in range(self.contexts):
+            length = drawn(of.prompt, of.prompt_spread)
+            for _ in range(rng.integers(TURNS)):
+                length += action() + drawn(of.answer, of.answer_spread)
+            context_T = random_ids(rng, min(max(length, 1), self.context))
+            found.append((context_T, min(max(action(), 1), self.tokens)))
+        return found
+
+
+def random_ids(rng: np.random.Generator, count: int) -> Ids:
+    return rng.integers(0, SMOLLM2.vocab, count).astype(np.int32)
 
 
 def providers(policy: Policy, siblings: int) -> dict[str, Provider]:
     """Both sample `siblings` completions of every context, without stop ids."""
     sampler = LocalSampler(policy)
 
-    def shared(contexts: Sequence[Ids], tokens: int) -> int:
+    def shared(asked: Sequence[Asked]) -> int:
         sampler.publish(sampler.version + 1)  # nothing is left over from the last repetition
-        seeds = np.arange(len(contexts) * siblings).reshape(-1, siblings).tolist()
+        seeds = np.arange(len(asked) * siblings).reshape(-1, siblings).tolist()
         requests = [
             Request(context_T, tokens, tuple(own))
-            for context_T, own in zip(contexts, seeds, strict=True)
+            for (context_T, tokens), own in zip(asked, seeds, strict=True)
         ]
         answers = sampler.sample(requests, SamplingParams(1.0, ()))
         return sum(len(done.action_A) for group in answers for done in group)
 
-    def generate(contexts: Sequence[Ids], tokens: int) -> int:
-        prompt_BT = torch.from_numpy(np.stack(contexts).astype(np.int64)).to(policy.device)
-        prompt_BT = prompt_BT.repeat_interleave(siblings, 0)
+    def generate(asked: Sequence[Asked]) -> int:
+        """Contexts are padded on their left; what lies behind an action's end is not counted."""
+        longest = max(len(context_T) for context_T, _ in asked)
+        prompt_BT = torch.zeros(len(asked), longest, dtype=torch.long)
+        mask_BT = torch.zeros_like(prompt_BT)
+        for row, (context_T, _) in enumerate(asked):
+            prompt_BT[row, -len(context_T) :] = torch.from_numpy(context_T.astype(np.int64))
+            mask_BT[row, -len(context_T) :] = 1
+        prompt_BT, mask_BT = (
+            x.repeat_interleave(siblings, 0).to(policy.device) for x in (prompt_BT, mask_BT)
+        )
         plan = GenerationConfig(
-            max_new_tokens=tokens, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None
+            max_new_tokens=max(tokens for _, tokens in asked),
+            **{"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None},
         )
         model: Any = policy.model
         model.set_attn_implementation("sdpa")
-        out_BT = model.generate(
-            prompt_BT, attention_mask=torch.ones_like(prompt_BT), generation_config=plan
-        )
+        model.generate(prompt_BT, attention_mask=mask_BT, generation_config=plan)
         model.set_attn_implementation(ATTENTION)
-        return int(out_BT[:, prompt_BT.shape[1] :].numel())
+        return siblings * sum(tokens for _, tokens in asked)
 
     return {"fastturn": shared, "generate": generate}
 
@@ -105,24 +153,24 @@ def check(policy: Policy, context_T: Ids) -> None:
 
 
 def rates(
-    run: Mapping[str, Provider], contexts: Sequence[Ids], tokens: int, repeats: int
+    run: Mapping[str, Provider], asked: Sequence[Asked], repeats: int
 ) -> dict[str, list[float]]:
     """Tokens per second of each provider, alternating, after a short call of each."""
     found: dict[str, list[float]] = {name: [] for name in run}
     for provider in run.values():
-        provider([context_T[:32] for context_T in contexts], 2)
+        provider([(context_T[:32], 2) for context_T, _ in asked])
     for _ in range(repeats):
         for name, provider in run.items():
             start = time.perf_counter()
-            sampled = provider(contexts, tokens)  # ends with ids on the host, so it has waited
+            sampled = provider(asked)  # ends with ids on the host, so it has waited
             found[name].append(sampled / (time.perf_counter() - start))
     return found
 
 
 def measure(policy: Policy, case: RolloutCase, repeats: int) -> Iterator[Measured]:
-    contexts, config = case.inputs(), asdict(case)
-    check(policy, contexts[0])
-    found = rates(providers(policy, case.siblings), contexts, case.tokens, repeats)
+    asked, config = case.inputs(), asdict(case)
+    check(policy, asked[0][0])
+    found = rates(providers(policy, case.siblings), asked, repeats)
     for name, values in found.items():
         yield Measured(case.name, name, "rate", "tokens/s", tuple(values), config)
     gain = ratios(found["fastturn"], found["generate"])
@@ -132,16 +180,19 @@ def measure(policy: Policy, case: RolloutCase, repeats: int) -> Iterator[Measure
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("rollouts", __doc__, repeats=3)
     usual = RolloutCase()
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--context", type=int, default=usual.context)
     parser.add_argument("--tokens", type=int, default=usual.tokens)
     parser.add_argument("--layers", type=int, default=usual.layers)
+    known = command.one_of("lengths", FITTED)
+    parser.add_argument("--lengths", type=known, nargs="*", default=["tool-dialogues"])
     args = command.options(parser, argv)
     model: Any = random_model(SMOLLM2, args.layers)
     policy = Policy(model.to(args.device).eval())
-    each = (
+    each = [
         RolloutCase(contexts=contexts, context=args.context, tokens=args.tokens, layers=args.layers)
         for contexts in args.contexts
-    )
+    ]
+    each += [DrawnCase(layers=args.layers, lengths=name) for name in args.lengths]
     found = (one for case in each for one in measure(policy, case, args.repeats))
     return command.report("rollouts", found, args)

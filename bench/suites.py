@@ -36,6 +36,11 @@ PEERS = {
     "cce": ("cut_cross_entropy", ("ops",)),
 }
 GPU_ONLY = {"cce"}
+# What needs a server of its own, which no suite starts.
+SERVED = {
+    "vllm": "start a server (fastturn serve RECIPE --run) and run scripts/bench client --url URL "
+    "--vocabulary N: its rate through our client beside a bare load generator's"
+}
 
 
 class BenchError(ValueError):
@@ -45,6 +50,8 @@ class BenchError(ValueError):
 def check_peers(against: Sequence[str], suites: Sequence[str], device: str) -> None:
     """`BenchError` for a peer that is unknown, not compared in these suites, or not installed."""
     for name in against:
+        if name in SERVED:
+            raise BenchError(f"--against {name}: it is a server, not a package; {SERVED[name]}")
         if name not in PEERS:
             raise BenchError(f"--against {name}: expected any of {', '.join(PEERS)}")
         package, where = PEERS[name]

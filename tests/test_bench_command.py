@@ -64,6 +64,7 @@ def test_a_suite_runs_its_benchmarks_and_all_runs_every_one(ran: list[Any]) -> N
     ("words", "message"),
     [
         (["step", "--against", "legr"], "--against legr: expected any of liger"),
+        (["rollout", "--against", "vllm"], "--against vllm: it is a server, not a package; start"),
         (["pack", "--against", "trl"], "--against trl: it is compared in ops, train only"),
         (["ops", "--against", "cce"], "--against cce: it runs on GPUs only"),
         (["ops", "--device", "cuda"], "--device cuda: torch sees no CUDA device"),
