@@ -151,6 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--slowest", action="store_true", help="the largest share of time, and what reduces it"
     )
+    report.add_argument(
+        "--servers",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="TRACE",
+        help="torch.profiler traces of vLLM servers, to put beside the run's trace.json",
+    )
     for priced in (train, report):
         priced.add_argument(
             "--price", type=_price, metavar="P", help="of a device-hour: what a run costs in money"

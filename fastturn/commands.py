@@ -58,6 +58,10 @@ def report(options: argparse.Namespace) -> int:
         )
     from fastturn.report import write_report
 
+    if options.servers:
+        from fastturn.timeline import align
+
+        print(align(path, options.servers))
     print(write_report(path, options.price))
     if options.slowest or options.price is not None:
         from rich.console import Console

@@ -10,10 +10,11 @@ the leader with its event counts, so the timeline is one file that only the lead
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastturn.config import ConfigError
 
 logger = logging.getLogger(__name__)
 LOOP, ROLLOUTS = 0, 1  # lanes of a rank in the timeline
+FOREIGN = 100_000  # processes of another trace are numbered from here on
 _LANES = {LOOP: "training loop", ROLLOUTS: "rollouts beside it"}
 
 
@@ -194,6 +196,45 @@ class Profile(Watcher):
                 "no profile was written",
                 self._stages,
             )
+
+
+def align(out: Path, traces: Sequence[Path]) -> Path:
+    """Writes out/trace-aligned.json, a run's timeline with torch.profiler's traces of servers in
+    it, and returns its path. Each of `traces` (.json or .json.gz, as vLLM writes them) says at what
+    Unix time its own clock began, so their events move there. `ConfigError` names what is missing.
+
+    Example: an event 5 ms behind a trace's beginning at Unix time 100 s lies at 100.005 s.
+    """
+    own = out / "trace.json"
+    if not own.exists():
+        raise ConfigError(f"{own}: no timeline to align with; train with trackers=trace")
+    text = own.read_text().rstrip().removesuffix("]").rstrip().removesuffix(",")
+    events = json.loads(f"{text}]")
+    for number, path in enumerate(traces, 1):
+        events += _shifted(path, FOREIGN * number)
+    aligned = out / "trace-aligned.json"
+    aligned.write_text(json.dumps(events))
+    return aligned
+
+
+def _shifted(path: Path, first: int) -> Iterator[dict[str, Any]]:
+    """The events of another program's trace in Unix time, its processes numbered from `first`."""
+    try:
+        data = path.read_bytes()
+        trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        began_us, events = trace["baseTimeNanoseconds"] / 1000, trace["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: expected a trace of torch.profiler that says when it began "
+            f"({type(error).__name__}: {error}); name one that vLLM wrote"
+        ) from error
+    number: dict[Any, int] = {}
+    for event in events:
+        process = number.setdefault(event.get("pid"), first + len(number))
+        if event.get("name") == "process_name":
+            event["args"] = {"name": f"{path.name}: {event['args'].get('name', '')}"}
+        moved = {"ts": event["ts"] + began_us} if "ts" in event else {}
+        yield event | moved | {"pid": process}
 
 
 WATCHERS = ("trace", "nvtx", "profile")

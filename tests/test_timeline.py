@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import profile
 
+from fastturn import cli
 from fastturn.config import ConfigError
 from fastturn.meter import Follower, Meter
-from fastturn.timeline import Nvtx, Profile, Timeline, open_watchers
+from fastturn.timeline import FOREIGN, Nvtx, Profile, Timeline, align, open_watchers
 
 
 def events(path: Path, phase: str) -> list[dict[str, Any]]:
@@ -77,6 +80,36 @@ def test_a_killed_run_leaves_a_timeline_that_a_resumed_one_continues(tmp_path: P
     third.end("third", 4000, 5000)
     third.close()
     assert [event["name"] for event in events(path, "X")] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("name", ["server.json", "server.json.gz"])
+def test_a_trace_of_another_program_is_put_where_it_happened(tmp_path: Path, name: str) -> None:
+    """Written by torch.profiler, as vLLM's are, while a span was open."""
+    timeline = Timeline(0, tmp_path / "trace.json")
+    with Meter(tmp_path, watchers=[timeline]) as meter, meter.span("sibling_decode"):
+        time.sleep(0.01)
+        with profile() as profiler:
+            torch.ones(3).sum()
+        time.sleep(0.01)
+    profiler.export_chrome_trace(str(tmp_path / name))
+    assert cli.main(["report", str(tmp_path), "--servers", str(tmp_path / name)]) == 0
+    events = json.loads((tmp_path / "trace-aligned.json").read_text())
+    (span,) = (e for e in events if e["name"] == "sibling_decode")
+    others = [e for e in events if e["name"] == "aten::sum"]
+    assert others and all(e["pid"] >= FOREIGN for e in others)
+    for event in others:
+        assert span["ts"] < event["ts"] and event["ts"] + event["dur"] < span["ts"] + span["dur"]
+
+
+def test_what_cannot_be_aligned_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no timeline to align with; train with trackers=trace"):
+        align(tmp_path, [])
+    Timeline(0, tmp_path / "trace.json").close()
+    (tmp_path / "old.json").write_text('{"traceEvents": []}')
+    for name, reason in (("old.json", "baseTimeNanoseconds"), ("none.json", "No such file")):
+        with pytest.raises(ConfigError, match=f"{name}: expected a trace .*{reason}"):
+            align(tmp_path, [tmp_path / name])
+    assert not (tmp_path / "trace-aligned.json").exists()
 
 
 def test_ranges_of_nvtx_are_pushed_and_popped(monkeypatch: pytest.MonkeyPatch) -> None:
