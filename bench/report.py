@@ -223,6 +223,13 @@ COMPARED = {
         "workshop", range(20, 25), Budget(2400, evaluations=1), first="grpo tasks=10"
     ),
     "calculator": Compared("calculator", range(5), Budget(9600, evaluations=10)),
+    "entrants": Compared(
+        "workshop",
+        range(2),
+        Budget(960),
+        ("sampled", "greedy", "cost / first", "zero advantage", "tool calls", "ratio"),
+        warm_steps=300,
+    ),
 }
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "headline": headline,
