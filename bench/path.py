@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fastturn import trainer
-from fastturn.config import as_dict, override
+from fastturn.config import Config, as_dict, override
 from fastturn.recipes import RECIPES
 from fastturn.run import Run
 
@@ -41,6 +41,7 @@ ARMS = {
     "muon": ("optim.muon_lr=0.002",),
     "progress": ("rewards=outcome,progress",),
 }
+DEFAULTS = as_dict(Config())
 RULED = ("outcome", "full", "penalty", "no twin", "no seeding", "muon")
 
 
@@ -148,8 +149,11 @@ def title_of(name: str, seed: int) -> str:
 
 
 def described(case: Case, arm: str, seed: int) -> dict[str, Any]:
+    """What the recipe, the case and the arm set; not the defaults, so that a run stays recorded
+    when a key that it does not name is added. The commit of its rows says what they were."""
     config = as_dict(override(RECIPES[case.recipe](), pairs_of(case, arm, seed)))
-    return {**config, "rollouts": case.rollouts}
+    named = {key: value for key, value in config.items() if value != DEFAULTS[key]}
+    return {**named, "rollouts": case.rollouts}
 
 
 def rows_of(name: str, arm: str, seed: int) -> dict[str, float]:

@@ -311,7 +311,7 @@ def demonstrations(patient: Patient) -> Finding:
     run, config = patient.opened, patient.config
     tasks = run.domain.train_tasks[:DEMONSTRATIONS]
     try:
-        shown = demonstrate(run.domain, run.rollout.renderer, tasks, config.turns, ("doctor",))
+        shown = demonstrate(run.domain, run.rollout.renderer, tasks, config, ("doctor",))
     except ConfigError:
         return Finding(SKIP, "the tasks have no scripted policy")
     solved = sum(t.success for t in shown)

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from fastturn.envs.base import Domain, Message, Task
+from fastturn.config import Config
+from fastturn.envs.base import Domain, DomainError, Message, Task
 from fastturn.episode import stream_seed
+from fastturn.pool import DeadlineError, Inbox
 from fastturn.render import Renderer
 from fastturn.types import Boundary, Completion, Ending, Stop, Trajectory, Turn
 
+T = TypeVar("T")
+
 
 def demonstrate(
-    domain: Domain, renderer: Renderer, tasks: Sequence[Task], turns: int, key: tuple[object, ...]
+    domain: Domain,
+    renderer: Renderer,
+    tasks: Sequence[Task],
+    config: Config,
+    key: tuple[object, ...],
 ) -> list[Trajectory]:
     """The scripted policy of the domain, played through environment and renderer, a task each.
 
-    Log-probabilities are 0 and the version is -1: nothing sampled these actions.
+    Log-probabilities are 0 and the version is -1: nothing sampled these actions. Raises
+    `DomainError` when an environment hangs.
     """
-    return [
-        _play(domain, renderer, task, turns, np.random.default_rng(stream_seed(*key, task.id)))
-        for task in tasks
-    ]
+
+    def play(task: Task) -> Trajectory:
+        rng = np.random.default_rng(stream_seed(*key, task.id))
+        return _play(domain, renderer, task, config.turns, rng)
+
+    return list(in_time(play, tasks, config))
+
+
+def in_time(play: Callable[[Task], T], tasks: Iterable[Task], config: Config) -> Iterator[T]:
+    """`play` of every task, an episode of scripted actions; what it raises is raised here.
+
+    An episode may take as long as all of its environment steps. One that takes longer raises
+    `DomainError`: nothing may hang before training has begun.
+    """
+    inbox = Inbox(config.turns * config.data.env_timeout_s, workers=1)
+    for task in tasks:
+        inbox.call(task.id, partial(play, task))
+        ((_, answer),) = inbox.get()
+        if isinstance(answer, DeadlineError):
+            raise DomainError(
+                f"task {task.id}: a scripted episode of at most {config.turns} turns has not ended "
+                f"within {inbox.deadline_s:g} s; look for what its environment waits for, or raise "
+                f"data.env_timeout_s={config.data.env_timeout_s:g}"
+            ) from answer
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
 
 
 def _play(

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastturn.config import Config
+from fastturn.demos import in_time
 from fastturn.envs.base import Action, Task
 from fastturn.envs.calls import parse_action
 from fastturn.episode import stream_seed
@@ -76,10 +77,8 @@ class Tried:
 def scripted(domain: Ruled, config: Config, share: float) -> list[Episode]:
     """The moves of demonstrations, of which `share` come from the compliant script."""
     domain = replace(domain, compliant=share)
-    return [
-        _played(domain, domain.train_tasks[number], config.turns)
-        for number in range(min(EPISODES, len(domain.train_tasks)))
-    ]
+    tasks = [domain.train_tasks[n] for n in range(min(EPISODES, len(domain.train_tasks)))]
+    return list(in_time(lambda task: _played(domain, task, config.turns), tasks, config))
 
 
 def references(domain: Ruled, config: Config) -> list[Episode]:

@@ -371,7 +371,7 @@ def _make_tokenizer(config: Config, domain: Domain, folder: Path) -> None:
     """The tokenizer of a model built in the run; kept in the run's folder, because ids must mean
     the same after a resume whatever has happened to the code that made it."""
     if not folder.exists():
-        texts = episode_texts(domain, TOKENIZER_EPISODES, config.turns)
+        texts = episode_texts(domain, TOKENIZER_EPISODES, config)
         tokenizer = build_tokenizer(texts, config.model.vocabulary)
 
         def write(part: Path) -> None:

@@ -224,7 +224,7 @@ def served_model(config: Config) -> str:
     name = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:12]
     folder = _cache() / "served" / name
     if not (folder / "config.json").exists():
-        texts = episode_texts(load_domain(config), TOKENIZER_EPISODES, config.turns)
+        texts = episode_texts(load_domain(config), TOKENIZER_EPISODES, config)
         tokenizer = build_tokenizer(texts, config.model.vocabulary)
         model = models.build(config, tokenizer)
 

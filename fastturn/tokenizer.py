@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastturn.config import ConfigError
+from fastturn.config import Config, ConfigError
+from fastturn.demos import in_time
 from fastturn.envs.base import Domain, Message, Task
 from fastturn.envs.calls import parse_action
 
@@ -123,24 +124,29 @@ def render_text(messages: list[Message], tools: list[Any] | None = None) -> str:
     return str(rendered[0][0])
 
 
-def episode_texts(domain: Domain, episodes: int, turns: int, seed: int = 0) -> Iterator[str]:
+def episode_texts(domain: Domain, episodes: int, config: Config) -> Iterator[str]:
     """Rendered demonstrations of the first `episodes` training tasks, or their first messages where
     the domain has no demonstrations: what to train a tokenizer on.
 
-    Example: `build_tokenizer(episode_texts(domain, 400, 4), vocab_size=334)`.
+    Example: `build_tokenizer(episode_texts(domain, 400, config), vocab_size=334)`. Raises
+    `DomainError` when an environment hangs.
     """
-    for number, task in enumerate(islice(domain.train_tasks, episodes)):
+    numbers = count()
+
+    def text_of(task: Task) -> str:
         env = domain.env()
         messages = env.start(task)
-        policy = _script(domain, task, np.random.default_rng([seed, number]))
-        for _ in range(turns if policy else 0):
+        policy = _script(domain, task, np.random.default_rng([0, next(numbers)]))
+        for _ in range(config.turns if policy else 0):
             text = policy(messages)
             messages.append({"role": "assistant", "content": text})
             observation = env.step(parse_action(text))
             messages.extend(observation.messages)
             if observation.done:
                 break
-        yield render_text(messages, domain.tools or None)
+        return render_text(messages, domain.tools or None)
+
+    yield from in_time(text_of, islice(domain.train_tasks, episodes), config)
 
 
 def _script(domain: Domain, task: Task, rng: np.random.Generator) -> Any:

@@ -104,7 +104,7 @@ def warm_start(run: Run) -> None:
             tasks = pick(run, cursor.warm_step, config.warm.batch, "warm")
             key = (config.seed, "warm", cursor.warm_step)
             own = run.rollout.peers.mine(tasks)
-            shown = demonstrate(run.domain, run.rollout.renderer, own, config.turns, key)
+            shown = demonstrate(run.domain, run.rollout.renderer, own, config, key)
             shown = run.rollout.peers.join(shown)
             batches = learner.pack(supervised(shown))
             lr = run.learner.optimizers.lr

@@ -97,7 +97,7 @@ def general_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 DOMAIN = load_domain(Config())
-TINY = build_tokenizer(episode_texts(DOMAIN, episodes=100, turns=4), vocab_size=400)
+TINY = build_tokenizer(episode_texts(DOMAIN, 100, Config()), vocab_size=400)
 TOKENIZERS: dict[str, Any] = {
     "tiny": TINY,
     "qwen3": general_tokenizer(QWEN3_STYLE),

@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model of the quickstart, with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     config = override(quickstart(), ["model.layers=1", "model.width=32", "model.max_context=512"])
-    texts = episode_texts(load_domain(config), TOKENIZER_EPISODES, config.turns)
+    texts = episode_texts(load_domain(config), TOKENIZER_EPISODES, config)
     tokenizer = build_tokenizer(texts, config.model.vocabulary)
     Policy.build(config, tokenizer).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

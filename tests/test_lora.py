@@ -131,7 +131,7 @@ def test_only_adapters_are_trained_and_planned(tmp_path: Path) -> None:
     from fastturn.envs import load_domain
     from fastturn.tokenizer import build_tokenizer, episode_texts
 
-    texts = episode_texts(load_domain(config), 20, config.turns)
+    texts = episode_texts(load_domain(config), 20, config)
     policy = Policy.build(config, build_tokenizer(texts, config.model.vocabulary))
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     assert sum(map(torch.Tensor.numel, trained)) == shape.adapters(4)

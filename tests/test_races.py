@@ -67,7 +67,7 @@ def test_full_histories_keep_everything(context):
     they are the contexts that were sampled from, id by id."""
     with opened((*TASK, f"context={context}")) as run:
         tasks = trainer.pick(run, 0, 12, "train")
-        shown = demonstrate(run.domain, run.rollout.renderer, tasks, run.config.turns, (0,))
+        shown = demonstrate(run.domain, run.rollout.renderer, tasks, run.config, (0,))
         renderer = Renderer(run.tokenizer, run.domain.tools)
         longer = []
         for task, trajectory in zip(tasks, shown, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,15 @@ import pytest
 
 from fastturn import cli
 from fastturn.config import Config, Data, Warm
+from fastturn.demos import demonstrate
 from fastturn.envs import load_domain
+from fastturn.envs.base import DomainError
 from fastturn.findings import FAIL, PASS, SKIP, WARN
 from fastturn.probe import measured
+from fastturn.render import Renderer
 from fastturn.rulebook import references, review, scripted
 from fastturn.rules import Ruled
+from fastturn.tokenizer import build_tokenizer, episode_texts
 
 from .test_channels import episode, group, turn
 
@@ -142,6 +147,31 @@ def test_rules_that_punish_the_reference_are_named_with_its_tasks(tmp_path):
     assert review(found.rules, shown, kept)[1][-1].status == PASS
     failed = [replace(episode, solved=False) for episode in shown]
     assert review(found.rules, shown, failed)[1][-1].status == SKIP
+
+
+def test_an_environment_that_hangs_is_named_wherever_scripts_play(tmp_path, monkeypatch):
+    found, config = domain(tmp_path, HEAD + PAIR.format(0.25, *WELL))
+    config = replace(config, turns=2, data=replace(config.data, env_timeout_s=0.05))
+    renderer = Renderer(build_tokenizer(episode_texts(found, 20, config), 334))
+    release = threading.Event()
+    step = type(found.domain.env()).step
+
+    def stuck(env, action):
+        release.wait(20 if action.calls else 0)
+        return step(env, action)
+
+    monkeypatch.setattr(type(found.domain.env()), "step", stuck)
+    plays = {
+        "tokenizer": lambda: list(episode_texts(found, 20, config)),
+        "warm start": lambda: demonstrate(found, renderer, found.train_tasks, config, (0,)),
+        "rules": lambda: scripted(found, config, 0.0),
+    }
+    try:
+        for play in plays.values():
+            with pytest.raises(DomainError, match=r"task \d+: .* 0\.1 s; .*env_timeout_s=0\.05"):
+                play()
+    finally:
+        release.set()
 
 
 def test_the_command_lists_rules_and_fails_for_a_fault(tmp_path, capsys):

@@ -13,7 +13,7 @@ from fastturn.envs import load_domain
 from fastturn.envs.calculator import calculator_call
 from fastturn.tokenizer import build_tokenizer, episode_texts, render_text
 
-TEXTS = list(episode_texts(load_domain(Config()), episodes=200, turns=4))
+TEXTS = list(episode_texts(load_domain(Config()), 200, Config()))
 TOKENIZER = build_tokenizer(TEXTS, vocab_size=400)
 
 

@@ -73,7 +73,7 @@ def content(value):
 @pytest.fixture(scope="module")
 def parts():
     domain = load_domain(CONFIG)
-    tokenizer = build_tokenizer(episode_texts(domain, 100, 4), 334)
+    tokenizer = build_tokenizer(episode_texts(domain, 100, Config(turns=4)), 334)
     return domain, tokenizer
 
 

@@ -170,8 +170,9 @@ def test_tasks_are_as_asked_for():
 def test_the_domain_errs_as_often_as_it_says():
     """.8 ** 2 of the demonstrations spoil nothing; half of those gauge, which pays when flawed."""
     domain = named("workshop:flaws=0.25,slip=0.2,careful=0.5,checks=3")
-    renderer = Renderer(build_tokenizer(episode_texts(domain, 50, 6), 334))
-    shown = demonstrate(domain, renderer, domain.train_tasks[:2000], 6, (0, "demo"))
+    config = Config(turns=6)
+    renderer = Renderer(build_tokenizer(episode_texts(domain, 50, config), 334))
+    shown = demonstrate(domain, renderer, domain.train_tasks[:2000], config, (0, "demo"))
     events = [t.turns[-1].events[-1] for t in shown]
     assert abs(events.count("spoiled") / len(events) - 0.36) < 0.035
     expected = 0.64 * (0.5 + 0.5 * 0.75)
