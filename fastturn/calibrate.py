@@ -4,7 +4,8 @@
     data sheet -> Speed of a shape ──────────────────────────────────┴─> fitted -> factors of Speed
 
 The fit is the smallest change of the data sheet's speeds, in proportion to themselves, that makes
-the simulated spans those of the runs (Gauss-Newton, least squares of relative errors). What no run
+the simulated spans those of the runs (Gauss-Newton on logarithms of both, so that a span a hundred
+times off counts like any other). What no run
 shows keeps its value. Factors hold for other sizes of the same device, as far as its shares of the
 data sheet do.
 """
@@ -41,7 +42,8 @@ BOOKED = {
 ROUNDS, STEP = 6, 1e-3  # of Gauss-Newton; the relative change that a derivative is taken over
 FAINT = 5e-4
 WEAK = 0.02  # directions in which spans hardly change keep the data sheet's value
-LEAST = 0.2  # of a speed's value, in one round
+MOST = np.log(5.0)  # that the logarithm of a speed changes in one round
+NEVER = 1e-9  # stands for the ratio of a span that is not simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +111,24 @@ def fitted(runs: Sequence[Observed], device: Device) -> Speed:
     names = [field.name for field in fields(Speed)]
     factors = Speed(**dict.fromkeys(names, 1.0))
     for _ in range(ROUNDS):
-        base = ratios(runs, device, factors)
+        base = log_ratios(runs, device, factors)
         columns = []
         for name in names:
             other = replace(factors, **{name: getattr(factors, name) * (1 + STEP)})
-            columns.append((ratios(runs, device, other) - base) / STEP)
-        change = np.linalg.lstsq(np.stack(columns, 1), 1.0 - base, rcond=WEAK)[0]
-        scale = dict(zip(names, np.maximum(LEAST, 1.0 + change).tolist(), strict=True))
+            columns.append((log_ratios(runs, device, other) - base) / np.log1p(STEP))
+        change = np.linalg.lstsq(np.stack(columns, 1), -base, rcond=WEAK)[0]
+        scale = dict(zip(names, np.exp(np.clip(change, -MOST, MOST)).tolist(), strict=True))
         factors = factors.times(Speed(**scale))
     return factors
 
 
-def ratios(runs: Sequence[Observed], device: Device, factors: Speed) -> NDArray[np.float64]:
-    """Simulated over measured seconds, of every span of every run."""
-    return np.array(
-        [
-            predicted(run, run.lengths, device, factors).get(name, 0.0) / seconds
-            for run in runs
-            for name, seconds in run.spans.items()
-        ]
-    )
+def log_ratios(runs: Sequence[Observed], device: Device, factors: Speed) -> NDArray[np.float64]:
+    """Logarithms of simulated over measured seconds, of every span of every run."""
+    found = []
+    for run in runs:
+        simulated = predicted(run, run.lengths, device, factors)
+        found += [simulated.get(name, 0.0) / seconds for name, seconds in run.spans.items()]
+    return np.log(np.maximum(found, NEVER))
 
 
 def predicted(run: Observed, lengths: Lengths, device: Device, factors: Speed) -> dict[str, float]:

@@ -54,6 +54,15 @@ def test_other_sizes_follow_from_the_fit(algorithm: str) -> None:
     assert abs(sum(sheet.values()) / target.wall_s - 1) > 0.25
 
 
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_a_span_that_the_data_sheet_has_far_off_is_fitted_like_any_other(factor: float) -> None:
+    one = ran("tasks=8")
+    optimizer = factor * predicted(one, LENGTHS, CORE, ONES)["optimizer"]
+    odd = replace(one, spans={**one.spans, "optimizer": optimizer})
+    found = predicted(odd, LENGTHS, CORE, fitted([odd], CORE))
+    assert found == pytest.approx(odd.spans, rel=1e-3)
+
+
 def test_what_no_run_shows_stays_as_the_data_sheet_has_it() -> None:
     one = ran("tasks=8")
     quiet = replace(one, spans={"optimizer": 2 * predicted(one, LENGTHS, CORE, ONES)["optimizer"]})
