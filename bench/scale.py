@@ -136,7 +136,7 @@ WORK = Work()
 def _config(shard_ranks: int = 0) -> Config:
     return Config(
         device="cuda",
-        model=Model(dtype="mixed", gradient_checkpointing=True),
+        model=Model(dtype="mixed", gradient_checkpointing="full"),
         rollout=Rollouts(engine="vllm", urls=("http://server",), carrier="nccl"),
         dist=Dist(shard_ranks=shard_ranks),
     )
@@ -283,13 +283,13 @@ Table = Callable[[], tuple[tuple[str, ...], list[tuple[str, ...]]]]
 
 def models() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = ("model", "parameters, 10⁹", "bfloat16, GB", "state, GB", "activations, KiB a token")
-    heads += ("with checkpointing", "keys and values, KiB a token", "GiB an episode")
+    heads += ("full checkpointing", "selective", "keys and values, KiB a token", "GiB an episode")
     heads += ("GPUs of a server", "episodes on it")
     rows = []
     for it in SUBJECTS:
         count, cache = it.shape.parameters, it.shape.cache_token * BFLOAT16
         setting = Setting.of(_config())
-        ways = (setting._replace(checkpointing=False), setting)
+        ways = (setting._replace(checkpointing=keep) for keep in ("none", "full", "selective"))
         kept = [activations_token(it.shape, way) / 1024 for way in ways]
         values = [count / 1e9, BFLOAT16 * count / 1e9, 16 * count / 1e9, *kept]
         values += [cache / 1024, cache * WORK.longest / GIB]

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface
 
 from fastturn import models
@@ -295,9 +296,10 @@ class Sample:
         return largest, {"out": v, "dq": g * v * scale * k, "dk": g * v * scale * q, "dv": g}
 
     def _results(self, attend: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        # Identity hooks: those of gradient checkpointing, in whose middle this may be, stay out.
+        # Identity hooks and no modes: those of gradient checkpointing, in whose middle this may be,
+        # stay out.
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with torch.enable_grad(), hooks:
+        with torch.enable_grad(), hooks, _disable_current_modes():
             leaves = [x.detach().clone().requires_grad_() for x in inputs]
             out_SHE = attend(*leaves)
             yield out_SHE.detach()

@@ -45,7 +45,7 @@ class Model:
     width: int = 64
     vocabulary: int = 334  # ids of the tokenizer built for it
     max_context: int = 512
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     kernels: Literal["plain", "liger", "compile"] = "plain"  # of the layers, but for attention
     lora_rank: int = 0  # 0: every weight trains; else only adapters of this rank in the blocks
     lora_alpha: int = 32  # what the adapter adds is scaled by lora_alpha / lora_rank

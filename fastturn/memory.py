@@ -73,6 +73,36 @@ KEPT = (
 )
 
 
+class Product(NamedTuple):
+    """Matrix products of a layer: how many numbers each makes of a token, and how many of them
+    there are, the mean of all layers. `adapted` by a pair of narrow ones where adapters train."""
+
+    columns: Callable[[Shape], int]
+    copies: Callable[[Shape], float] = lambda s: 1
+    adapted: bool = True
+
+
+def _sparse(shape: Shape) -> float:
+    """Share of layers with experts."""
+    return shape.expert_layers / shape.layers
+
+
+PRODUCTS = (
+    Product(lambda s: s.queries),
+    Product(lambda s: s.keys, lambda s: 2),
+    Product(lambda s: s.width),
+    Product(lambda s: s.mlp, lambda s: 2 * (1 - _sparse(s))),
+    Product(lambda s: s.width, lambda s: 1 - _sparse(s)),
+    Product(
+        lambda s: s.experts_used * s.expert_mlp + s.shared_mlp, lambda s: 2 * _sparse(s), False
+    ),
+    Product(lambda s: s.experts_used * s.width, _sparse, False),
+    Product(lambda s: s.experts, _sparse, False),
+)
+# Selective checkpointing computes a product again that is more times as wide as what it sums over.
+WIDEST = 8
+
+
 class Setting(NamedTuple):
     """What of a configuration a step's memory depends on."""
 
@@ -80,7 +110,7 @@ class Setting(NamedTuple):
     compute: int  # bytes of a number that is computed with
     stored: int  # and of a weight, a gradient, a moment
     rank: int  # of adapters, 0 when every weight trains
-    checkpointing: bool
+    checkpointing: str  # none, full, selective
     fsdp: bool
     shards: int  # ranks that share one copy of the weights
     split: bool  # the head's rows stay with their ranks
@@ -124,13 +154,36 @@ def kept_bytes(shape: Shape, setting: Setting) -> float:
     return total
 
 
+def selected_bytes(shape: Shape, setting: Setting) -> float:
+    """Bytes of results that one layer keeps of one token under selective checkpointing: those of
+    matrix products (where adapters train, of their first ones too) and of attention.
+
+    Example: the Llama of `kept_bytes`: 4 · (384 + 2 · 128 + 384 + 2 · 1024 + 384 + 384) = 15 360.
+    """
+    numbers = 0.0
+    for product in PRODUCTS:
+        columns, rank = product.columns(shape), setting.rank * product.adapted
+        second = columns if rank and columns <= WIDEST * rank else 0
+        numbers += product.copies(shape) * (columns + rank + second)
+    return numbers * setting.compute + shape.queries * setting.inside
+
+
+def checkpointed_bytes(shape: Shape, setting: Setting) -> tuple[float, float]:
+    """Bytes of one token: what every layer keeps until its backward pass, and what is added in the
+    last one when that has been computed again."""
+    layer, given = kept_bytes(shape, setting), shape.width * setting.compute
+    if setting.checkpointing == "none":
+        return layer, 0.0
+    if setting.checkpointing == "full":
+        return given, layer
+    selected = selected_bytes(shape, setting)
+    return given + selected, layer - selected
+
+
 def activations_token(shape: Shape, setting: Setting) -> float:
-    """Bytes that all layers keep of one token: everything, or every layer's input and all of the
-    one that is computed again."""
-    layer = kept_bytes(shape, setting)
-    if setting.checkpointing:
-        return layer + shape.layers * shape.width * setting.compute
-    return shape.layers * layer
+    """Bytes that all layers keep of one token, with all of the one that is computed again."""
+    every, again = checkpointed_bytes(shape, setting)
+    return shape.layers * every + again
 
 
 def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
@@ -174,9 +227,8 @@ def phases(shape: Shape, setting: Setting, tokens: int, rows: int) -> dict[str, 
     """Bytes by use, of everything that is alive at a point of a step beside weights, moments and
     gradients: in the loss, in the backward pass of the last block, when FSDP sums the gradients of
     the embeddings, and in the optimiser's step."""
-    layer, compute = kept_bytes(shape, setting), setting.compute
-    every = layer if not setting.checkpointing else shape.width * compute
-    again = layer if setting.checkpointing else 0
+    compute = setting.compute
+    every, again = checkpointed_bytes(shape, setting)
     whole, trained = setting.rank == 0, setting.rank == 0
     table = shape.vocabulary * shape.width
     rows_held = table / setting.sharers

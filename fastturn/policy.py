@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastturn import body, lora, models
+from fastturn import activations, body, lora, models
 from fastturn.attention import Attend, Backend, TreeAttention
 from fastturn.config import Config, ConfigError
 from fastturn.kernels import SurrogateOutput
@@ -97,16 +97,8 @@ class Policy(nn.Module):
             lora.adapt(model, models.blocks(model), config)
         policy = cls(model, config.attention)
         body.prepare(policy.model, config.model.kernels)
-        if config.model.gradient_checkpointing:
-            policy.checkpoint_activations()
+        activations.keep(policy.model, config.model.gradient_checkpointing)
         return policy
-
-    def checkpoint_activations(self) -> None:
-        """Recompute every layer in the backward pass instead of keeping its activations."""
-        model = self.model
-        # transformers renamed the switch in 5.2x; the old name warns where the new one exists.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import without_autocast
+from .kept import kept
 from .tree_plan import Tile, TreePlan
 
 
@@ -47,12 +48,8 @@ class _TreeAttention(torch.autograd.Function):
             groups = q_THE.shape[1] // k_TKE.shape[1]
             q_KTGE = _inside(q_THE.unflatten(1, (-1, groups)), scale)
             k_KTE, v_KTE = _inside(k_TKE), _inside(v_TKE)
-            out_KTGE = torch.empty_like(q_KTGE)
-            scratch = _Scratch(plan, q_KTGE, softcap)
-            for tile in plan.tiles:
-                p = scratch.probabilities(tile, _rows(q_KTGE, tile), _keys(k_KTE, tile))
-                out = torch.bmm(p, _keys(v_KTE, tile))
-                _put(out_KTGE, tile, out)
+            inside = q_KTGE, k_KTE, v_KTE
+            (out_KTGE,) = kept(lambda: [_forward(*inside, plan, softcap)], inside)
             ctx.save_for_backward(q_KTGE, k_KTE, v_KTE, out_KTGE)
             ctx.plan, ctx.scale, ctx.softcap, ctx.dtype = plan, scale, softcap, q_THE.dtype
             return _outside(out_KTGE, q_THE.dtype).flatten(1, 2)
@@ -84,6 +81,17 @@ class _TreeAttention(torch.autograd.Function):
             dq_THE = _outside(dq_KTGE, ctx.dtype).flatten(1, 2)
             dk_TKE, dv_TKE = _outside(dk_KTE, ctx.dtype), _outside(dv_KTE, ctx.dtype)
             return dq_THE, dk_TKE, dv_TKE, None, None, None
+
+
+def _forward(
+    q_KTGE: Tensor, k_KTE: Tensor, v_KTE: Tensor, plan: TreePlan, softcap: float | None
+) -> Tensor:
+    out_KTGE = torch.empty_like(q_KTGE)
+    scratch = _Scratch(plan, q_KTGE, softcap)
+    for tile in plan.tiles:
+        p = scratch.probabilities(tile, _rows(q_KTGE, tile), _keys(k_KTE, tile))
+        _put(out_KTGE, tile, torch.bmm(p, _keys(v_KTE, tile)))
+    return out_KTGE
 
 
 class _Scratch:

@@ -30,6 +30,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .kept import kept
 from .tree_plan import BlockLists, TreePlan
 from .triton_attention_kernels import (
     forward_blocks,
@@ -124,10 +125,8 @@ class _TreeAttention(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         q_THE, k_TKE, v_TKE = (_readable(x) for x in (q_THE, k_TKE, v_TKE))
-        out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-        lse_HT = _statistic(q_THE)
         call = _Call(plan, q_THE, k_TKE, v_TKE, scale, softcap)
-        call.forward(out_THE, lse_HT)
+        out_THE, lse_HT = kept(call.forward, (q_THE, k_TKE, v_TKE))
         ctx.save_for_backward(q_THE, k_TKE, v_TKE, out_THE, lse_HT)
         ctx.plan, ctx.scale, ctx.softcap = plan, scale, softcap
         return out_THE
@@ -195,12 +194,16 @@ class _Call:
         kind = plan.window is not None, softcap is not None
         self.constants = _constants(self.width, *kind, interpret=q_THE.device.type == "cpu")
 
-    def forward(self, out_THE: Tensor, lse_HT: Tensor) -> None:
+    def forward(self) -> list[Tensor]:
+        """The result and its statistic."""
+        out_THE = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        lse_HT = _statistic(self.q)
         shape = self.shapes.forward
         lists = self.plan.by_query(shape.queries, shape.keys)
         self._launch(
             forward_blocks, lists, self.heads, shape, (), (out_THE, lse_HT), (out_THE,), lse_HT
         )
+        return [out_THE, lse_HT]
 
     def delta(self, out_THE: Tensor, grad_THE: Tensor, delta_HT: Tensor) -> None:
         programs = triton.cdiv(self.tokens, DELTA["BLOCK_Q"]) * self.heads

@@ -24,7 +24,7 @@ from test_overlap import OneByOne
 from test_policy import OBJECTIVE, REFERENCE, V, Wide, tiny
 from test_trainer import small
 
-from fastturn import checkpoint, engines, lora, models, trainer
+from fastturn import activations, checkpoint, engines, lora, models, trainer
 from fastturn.config import Config, Optim, Sampling, Warm, override
 from fastturn.dist import DistError, EveryRank, LeaderOnly, World, mesh_shape, open_world
 from fastturn.learner import Learner
@@ -107,17 +107,19 @@ def adapted(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model
 
 
+KEEP = ("none", "full", "selective")
+
+
 def policy_of(
     family: str,
     world: World,
-    checkpointing: bool = False,
+    keep: str = "none",
     split_head: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Policy:
     name, plus, _ = family.partition("+")
     policy = Policy((adapted if plus else tiny)(name, dtype)).train()
-    if checkpointing:
-        policy.checkpoint_activations()
+    activations.keep(policy.model, keep)
     return shard(policy, world, split_head=split_head)
 
 
@@ -165,10 +167,10 @@ def agreement(world: World, found: dict[str, Any]) -> None:
 def sharded(world: World, found: dict[str, Any]) -> None:
     """Gradients of every cut, and of replicas beside shards."""
     for family in FAMILIES:
-        for checkpointing in (False, True):
-            policy = policy_of(family, world, checkpointing)
+        for keep in KEEP:
+            policy = policy_of(family, world, keep)
             for name in CUTS:
-                found[f"{family} {checkpointing} {name}"] = gradients(policy, cut(name, world.rank))
+                found[f"{family} {keep} {name}"] = gradients(policy, cut(name, world.rank))
     shape, names = mesh_shape(2, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     replicas = replace(world, mesh=mesh)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fastturn import body, lora, models
+from fastturn import activations, body, lora, models
 from fastturn.config import Config, ConfigError, override
 from fastturn.dist import World, open_world
 from fastturn.loss import Objective
@@ -26,7 +26,7 @@ from test_policy import V, tiny
 
 from fastturn.pack import PackedBatch, pack
 
-WAYS = ("whole", "checkpointing", "adapters")
+WAYS = ("whole", "full", "selective", "adapters")
 LENGTHS = (2, 5, 3, 9, 7, 11, 4, 6)  # groups of a batch
 MOST_GRAPHS = 20  # a graph for every part and length would be 5 x 8 at least
 
@@ -41,8 +41,7 @@ def policy(family: str, kernels: str, way: str = "whole", world: World | None = 
         lora.adapt(model, models.blocks(model), override(Config(), ["model.lora_rank=4"]))
     made = Policy(model).train()
     body.prepare(made.model, kernels)
-    if way == "checkpointing":
-        made.checkpoint_activations()
+    activations.keep(made.model, way if way in ("full", "selective") else "none")
     return shard(made, world or World.single())
 
 
@@ -77,8 +76,8 @@ def compared(family: str, way: str) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        "checkpointing",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("whole", "adapters")),
+        "full",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("whole", "selective", "adapters")),
     ],
 )
 def test_compiled_parts_compute_the_same_at_any_length(way: str, monkeypatch) -> None:

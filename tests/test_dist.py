@@ -99,16 +99,16 @@ def test_every_rank_knows_the_same(found):
         assert one["LeaderOnly relay"] == [["a"], list("bcde")]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("keep", ranks.KEEP)
 @pytest.mark.parametrize("family", ranks.FAMILIES)
-def test_gradients_of_two_ranks_are_those_of_one_process(found, family, checkpointing):
+def test_gradients_of_two_ranks_are_those_of_one_process(found, family, keep):
     """Three groups on one rank and seven on the other, in one, two and four micro-batches, and
     all of them on either rank."""
-    policy = ranks.policy_of(family, ONE, checkpointing)
+    policy = ranks.policy_of(family, ONE, keep)
     want = ranks.gradients(policy, pack(ranks.groups(), 10_000))
     for name in ranks.CUTS:
         for rank in (0, 1):
-            assert error(found[rank][f"{family} {checkpointing} {name}"], want) <= 1e-6, name
+            assert error(found[rank][f"{family} {keep} {name}"], want) <= 1e-6, name
 
 
 @pytest.mark.parametrize("family", ranks.SPLIT)

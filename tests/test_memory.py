@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastturn import cli, lora, memory, models, plan
+from fastturn import activations, cli, lora, memory, models, plan
 from fastturn.config import Config, ConfigError, Model, override
 from fastturn.dist import open_world
 from fastturn.kernels import rows
@@ -70,19 +70,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 WAYS = {
     "float32": (),
-    "checkpointing": ("model.gradient_checkpointing=true",),
+    "checkpointing": ("model.gradient_checkpointing=full",),
+    "selective": ("model.gradient_checkpointing=selective",),
     "adapters": ("model.lora_rank=8",),
-    "adapters, checkpointing": ("model.lora_rank=8", "model.gradient_checkpointing=true"),
+    "adapters, checkpointing": ("model.lora_rank=8", "model.gradient_checkpointing=full"),
+    "adapters, selective": ("model.lora_rank=8", "model.gradient_checkpointing=selective"),
     "mixed": ("model.dtype=mixed",),
-    "mixed, checkpointing": ("model.dtype=mixed", "model.gradient_checkpointing=true"),
+    "mixed, checkpointing": ("model.dtype=mixed", "model.gradient_checkpointing=full"),
+    "mixed, selective": ("model.dtype=mixed", "model.gradient_checkpointing=selective"),
     "mixed, adapters": ("model.dtype=mixed", "model.lora_rank=8"),
     "mixed, split head": ("model.dtype=mixed", "dist.split_head=true"),
 }
 FAST = [
-    *(("quickstart", way) for way in ("float32", "checkpointing")),
+    *(("quickstart", way) for way in ("float32", "checkpointing", "selective")),
     *(("qwen3", way) for way in WAYS),
-    *(("llama", way) for way in ("float32", "mixed, checkpointing", "mixed, split head")),
-    ("experts", "float32"),
+    *(("llama", way) for way in ("float32", "mixed, selective", "mixed, split head")),
+    *(("experts", way) for way in ("float32", "selective")),
 ]
 SLOW = [(name, way) for name in ("qwen3, 37 million", "llama, 35 million") for way in WAYS]
 
@@ -117,8 +120,7 @@ def learner(config: Config, values: dict[str, Any], out: Path) -> Any:
         if config.model.lora_rank:
             lora.adapt(model, models.blocks(model), config)
         policy = Policy(model).train()
-        if config.model.gradient_checkpointing:
-            policy.checkpoint_activations()
+        activations.keep(policy.model, config.model.gradient_checkpointing)
         policy.to(world.device)
         mirror = Mirror(policy, world, mixed=mixed)
         shard(policy, world, mixed=mixed, split_head=config.dist.split_head)
@@ -232,7 +234,7 @@ def test_memory_of_a_model_folder(tmp_path: Path) -> None:
     assert whole["weights"] == shape.parameters * 4 / 2**30
     half = total(override(config, ["model.dtype=bfloat16", "loss.kl_coef=0.1"]))
     assert half["weights"] == half["reference weights"] == whole["weights"] / 2
-    saving = total(override(config, ["model.gradient_checkpointing=true"]))
+    saving = total(override(config, ["model.gradient_checkpointing=full"]))
     assert saving["activations"] < whole["activations"]
 
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import AutoConfig
 
-from fastturn import attention
+from fastturn import activations, attention
 from fastturn.config import ConfigError
-from fastturn.kernels import TreePlan
+from fastturn.kernels import TreePlan, torch_attention
 from fastturn.loss import Objective
 from fastturn.pack import PackedBatch, pack, scored_turns
 from fastturn.policy import Policy
@@ -261,11 +262,12 @@ def test_on_policy_ratio_is_one_whatever_the_behaviour_says() -> None:
     assert all(p.grad is not None for p in policy.parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
-def test_gradient_checkpointing_changes_nothing(family: str) -> None:
+@pytest.mark.parametrize("keep", ["full", "selective"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral-window"])
+def test_gradient_checkpointing_changes_nothing(family: str, keep: str) -> None:
     plain, saved = tiny(family, torch.float32), tiny(family, torch.float32)
     policies = Policy(plain).train(), Policy(saved).train()
-    policies[1].checkpoint_activations()
+    activations.keep(saved, keep)
     calls = []
     mlp = saved.base_model.layers[0].mlp
     mlp.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -273,6 +275,24 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     got = gradients(saved, lambda: packed_loss(policies[1], OBJECTIVE))
     assert len(calls) == 2  # once forward, once again in backward
     assert max(error(got, want).values()) <= 1e-6
+
+
+def test_what_selective_checkpointing_keeps_is_not_computed_again(monkeypatch) -> None:
+    calls: list[int] = []
+    forward = torch_attention._forward
+    monkeypatch.setattr(torch_attention, "_forward", lambda *a: calls.append(1) or forward(*a))
+    products, attentions = {}, {}
+    for keep in ("none", "full", "selective"):
+        model = tiny("qwen3", torch.float32)
+        policy = Policy(model).train()
+        activations.keep(model, keep)
+        packed_loss(policy, OBJECTIVE).backward()  # the first use of a kind of input is checked
+        calls.clear()
+        with FlopCounterMode(display=False) as counter:
+            packed_loss(policy, OBJECTIVE).backward()
+        products[keep], attentions[keep] = counter.get_total_flops(), len(calls)
+    assert products["none"] == products["selective"] < products["full"]
+    assert attentions == {"none": 2, "selective": 2, "full": 4}
 
 
 def test_empty_batch_has_zero_loss_and_zero_gradients() -> None:

@@ -141,7 +141,7 @@ def test_epochs_minibatches_several_trunks_and_kl(tmp_path):
 
 
 def test_gradient_checkpointing_and_bfloat16_run(tmp_path):
-    run(tmp_path / "a", "model.gradient_checkpointing=true", "iterations=1", "warm.steps=5")
+    run(tmp_path / "a", "model.gradient_checkpointing=full", "iterations=1", "warm.steps=5")
     summary = run(tmp_path / "b", "model.dtype=bfloat16", "iterations=1", "warm.steps=5")
     assert math.isfinite(summary["success_after"])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from fastturn import activations
 from fastturn.pack import pack
 from fastturn.policy import Policy
 from fastturn.sampler.base import Request, SamplerStats, SamplingParams
@@ -284,7 +285,7 @@ def test_nothing_asked_is_nothing_done() -> None:
 
 def test_training_mode_and_gradients_are_left_alone() -> None:
     model = policy().train()
-    model.checkpoint_activations()
+    activations.keep(model.model, "full")
     asked = requests()
     LocalSampler(model).sample(asked, SamplingParams(1.0, STOPS))
     assert model.training and model.model.training
