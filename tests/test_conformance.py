@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastturn import conformance
 from fastturn.cli import main
 from fastturn.config import Config, ConfigError, Data
 from fastturn.conformance import Subject, conform, probes
@@ -163,9 +165,43 @@ class Hanging(Counter):
         return super().step(action)
 
 
+class Holding(Counter):
+    """A lock in the state, once something was counted."""
+
+    def snapshot(self) -> Any:
+        return (*super().snapshot(), threading.Lock() if self.seen else None)
+
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot[:3])
+
+
+class SlowStep(Counter):
+    def step(self, action: Action) -> Observation:
+        time.sleep(0.002)
+        return super().step(action)
+
+
+class SlowSnapshot(Counter):
+    def snapshot(self) -> Any:
+        time.sleep(0.002)
+        return super().snapshot()
+
+
+class SlowRestore(Counter):
+    def restore(self, snapshot: Any) -> None:
+        time.sleep(0.002)
+        super().restore(snapshot)
+
+
+class Large(Holding):
+    def snapshot(self) -> Any:
+        return (*super().snapshot()[:3], bytes(2 << 20))
+
+
 @pytest.mark.parametrize(
     ("env", "checks"),
     [
+        (Holding, {"pickling"}),
         (Drawing, {"determinism", "snapshot round trip", "restore after restore"}),
         (Forgetting, {"snapshot round trip", "restore after restore"}),
         (ForgettingLater, {"restore after restore"}),
@@ -180,6 +216,25 @@ def test_what_is_broken_is_named(env: type[Counter], checks: set[str]) -> None:
     found = failed(Counting(env))
     assert checks <= found
     assert found <= checks | {"concurrent instances"}  # what varies, varies there as well
+
+
+@pytest.mark.parametrize(
+    ("env", "remedy"),
+    [
+        (SlowStep, "rollouts wait for steps"),
+        (SlowSnapshot, "every boundary keeps a snapshot"),
+        (SlowRestore, "every sibling restores one"),
+        (Large, "keep in it what changes"),
+    ],
+)
+def test_what_is_slow_or_large_is_a_warning(
+    env: type[Counter], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "SLOW_STEP_S", 0.0015)
+    monkeypatch.setattr(conformance, "SLOW_STATE_S", 0.0015)
+    found = {line.check: line for line in conform(Counting(env), Config(turns=5))}
+    assert found["timing"].status == WARN and remedy in found["timing"].remedy
+    assert not [line for line in found.values() if line.status == FAIL]
 
 
 def test_calls_that_are_not_counted_are_a_warning() -> None:
@@ -219,7 +274,7 @@ def test_probes_follow_the_schema() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-env", "calculator", "data.eval_tasks=4"]) == 0
     shown = capsys.readouterr().out
-    assert "restore after restore" in shown and "11 pass" in shown
+    assert "restore after restore" in shown and "12 pass" in shown
     file = tmp_path / "broken.py"
     file.write_text(
         "from fastturn.envs import Observation, Task\n"

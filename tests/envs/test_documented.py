@@ -34,13 +34,13 @@ def test_a_domain_of_your_own(tmp_path: Path) -> None:
 
 
 def test_the_guide_keeps_to_its_own_contract(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sum(bool(line.strip()) for line in GUESS.splitlines()) <= 30
-    file = tmp_path / "guess.py"
-    file.write_text(GUESS)
-    pairs = ["turns=12", "data.eval_tasks=2"]
-    assert main(["check-env", f"{file}:Guess", *pairs, "--json"]) == 0
+    (command,) = re.findall(r"^ +fastturn (check-env .*)$", TEXT, re.MULTILINE)
+    (tmp_path / "guess.py").write_text(GUESS)
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), "--json"]) == 0
     lines = {line["check"]: line for line in json.loads(capsys.readouterr().out)}
     assert lines.pop("calls counted")["status"] == "skip"  # it has no tools
     assert {line["status"] for line in lines.values()} == {"pass"}
