@@ -61,6 +61,7 @@ class Case:
 
 CASES = {
     "frontdesk": Case("frontdesk", (), 10000, RULED),
+    "frontdesk-warmer": Case("frontdesk", ("warm.steps=1200",), 10000, RULED),
     "frontdesk-long": Case("frontdesk", (), 20000, ("outcome", "full")),
     "shell": Case("shell", (), 10000, RULED),
     "frontdesk-gate": Case(
