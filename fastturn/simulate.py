@@ -23,7 +23,7 @@ from fastturn.shape import Shape
 
 Array = NDArray[np.float64]
 MATRIX, MEMORY, LINK_S = 0.4, 0.6, 40e9  # shares of the data sheet that are reached; bytes/s
-STEP_OVERHEAD_S, PUBLISH_OVERHEAD_S = 0.004, 0.5  # of a decode step's launches; of pause and proof
+STEP_OVERHEAD_S, PAUSE_S = 0.004, 0.5  # of a decode step's launches; of servers at a publish
 PASS_OVERHEAD_S = 0.02  # launches of an update
 TURN_S, STAGE_S = 5e-5, 0.005  # a turn of an episode, and a stage, on one core
 MOST_SERVERS = 8  # that are simulated; more of them do the same
@@ -77,8 +77,9 @@ class Speed:
     """Seconds of one GPU. A decode step: `step_s`, `sequence_s` for each sequence in it and
     `cached_s` for each token of their contexts. A token: `prefill_s` to be read, `train_s` to be
     trained on, with `pass_s` for each stage. `update_s`: an optimizer step on one GPU; `publish_s`:
-    new weights to all servers. Where the process that trains plays the episodes itself: `turn_s`,
-    parsing, environment and bookkeeping of a turn of one; `stage_s`, what a stage takes besides.
+    new weights to the sampler, and `pause_s` for servers to stop and prove that they arrived. Where
+    the process that trains plays the episodes itself: `turn_s`, parsing, environment and
+    bookkeeping of a turn of one; `stage_s`, what a stage takes besides.
     """
 
     step_s: float
@@ -88,6 +89,7 @@ class Speed:
     train_s: float
     update_s: float
     publish_s: float
+    pause_s: float = 0.0
     pass_s: float = 0.0
     turn_s: float = 0.0
     stage_s: float = 0.0
@@ -106,7 +108,8 @@ class Speed:
             prefill_s=2 * active / flops_s,
             train_s=6 * active / flops_s,
             update_s=28 * shape.parameters / bytes_s,
-            publish_s=2 * shape.parameters / LINK_S + PUBLISH_OVERHEAD_S,
+            publish_s=2 * shape.parameters / LINK_S,
+            pause_s=PAUSE_S,
             pass_s=PASS_OVERHEAD_S,
             turn_s=TURN_S,
             stage_s=STAGE_S,
@@ -378,7 +381,8 @@ def iteration(
         idle_s += _train(found, sampled, group_s, layout)
         found.add("optimizer", speed.update_s / layout.trainers)
         if number % layout.publish_every == 0:
-            found.add("publish", speed.publish_s)
+            pause_s = 0.0 if layout.together else speed.pause_s
+            found.add("publish", speed.publish_s + pause_s)
         found.book(sampled, groups * (1.0 - silent), speed)
     if trunks is not None:
         found.book(trunks, 0.0, speed)
