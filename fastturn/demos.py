@@ -51,8 +51,8 @@ def in_time(play: Callable[[Task], T], tasks: Iterable[Task], config: Config) ->
         if isinstance(answer, DeadlineError):
             raise DomainError(
                 f"task {task.id}: a scripted episode of at most {config.turns} turns has not ended "
-                f"within {inbox.deadline_s:g} s; look for what its environment waits for, or raise "
-                f"data.env_timeout_s={config.data.env_timeout_s:g}"
+                f"within {inbox.deadline_s:g} s; look for what its environment or a rule waits "
+                f"for, or raise data.env_timeout_s={config.data.env_timeout_s:g}"
             ) from answer
         if isinstance(answer, Exception):
             raise answer
