@@ -98,6 +98,15 @@ def test_settings_and_options_mix_in_any_order(trained, tmp_path):
     assert recipe == RECIPES["quickstart"]()
 
 
+def test_a_price_reaches_the_trainer_and_a_wrong_one_is_named(trained, capsys):
+    assert cli.main(["train", "quickstart", "--price", "1.9", "--out", "run"]) == 0
+    assert trained[-1][-1] == 1.9
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "quickstart", "--price", "cheap"])
+    assert stop.value.code == 2
+    assert "'cheap': expected the price of a device-hour" in capsys.readouterr().err
+
+
 def test_default_folders_are_numbered(trained):
     for _ in range(3):
         assert cli.main(["train", "quickstart", "seed=7"]) == 0

@@ -75,9 +75,10 @@ def test_nproc_starts_the_same_command_without_it(monkeypatch, tmp_path):
 
     monkeypatch.setattr("fastturn.launch.launch", launch)
     out = str(tmp_path / "run")
-    status = cli.main(["train", "quickstart", "seed=1", "--nproc", "4", "--resume", "--out", out])
-    assert status == 3
-    assert calls == [(["train", "quickstart", "seed=1", "--out", out, "--resume"], 4)]
+    asked = ["--resume", "--out", out, "--price", "2"]
+    assert cli.main(["train", "quickstart", "seed=1", "--nproc", "4", *asked]) == 3
+    kept = ["--out", out, "--resume", "--price", "2.0"]
+    assert calls == [(["train", "quickstart", "seed=1", *kept], 4)]
 
 
 @pytest.mark.parametrize("nproc", ["0", "-2"])
