@@ -146,6 +146,9 @@ def _success_tile(run: RunFiles, key: str, label: str) -> dict[str, str]:
     if tasks and last is not None:
         around = 1.96 * math.sqrt(last * (1 - last) / tasks)
         note += f" · {tasks} tasks · ±\u00a0{100 * around:.1f} points (95\u00a0%)"
+    idle = run.summary.get("success_idle", after.get("idle"))
+    if idle is not None:
+        note += f" · doing nothing {percent(idle)}"
     return _tile("Held-out success", f"{percent(first)} → {percent(last)}", note)
 
 

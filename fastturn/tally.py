@@ -90,6 +90,7 @@ def run_summary(config: Config, cursor: Cursor) -> dict[str, Any]:
         "hits_before": before["hits"],
         "hits_after": after["hits"],
         "eval_tasks": after["eval_tasks"],
+        "success_idle": after["idle"],
         "iterations": cursor.iteration,
         "rollouts": totals["rollouts"],
         "successes": totals["successes"],
@@ -111,6 +112,7 @@ def result_rows(summary: dict[str, Any], report: Path) -> list[tuple[str, str]]:
     return [
         ("sampled success", f"{summary['success_before']:.1%} -> {summary['success_after']:.1%}"),
         ("greedy success", f"{summary['greedy_before']:.1%} -> {summary['greedy_after']:.1%}"),
+        ("doing nothing", f"{summary['success_idle']:.1%}"),
         *([("violation-free", free), ("solved and violation-free", clean)] if ruled else []),
         ("rollouts", f"{summary['rollouts']:,}"),
         ("wall-clock / CPU", f"{summary['wall_s']:.0f} s / {summary['cpu_s']:.0f} s"),

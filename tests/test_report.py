@@ -106,6 +106,7 @@ def write_run(out: Path, iterations: int = 60, warm: int = 50, extra: str = "") 
         spend("evaluation", 0.8)
         record = {"iteration": iteration, "split": split, "success": success, "eval_tasks": 256}
         record |= {"greedy": min(1.0, success + 0.08), "tool_calls_mean": 1.9, "turns_mean": 2.9}
+        record |= {"idle": 0.125}
         meter.record("eval", record)
         return record
 
@@ -203,6 +204,7 @@ def test_whole_run_shows_every_section(whole: Path) -> None:
     shown = ("35.5 % → 89.3 %", "43.5 % → 97.3 %", "61 %", "CPU device-hours", "1.000000")
     for text in (*shown, "bad_json", "truncated", "advantage +0.500", "advantage -0.500"):
         assert text in page.text
+    assert page.text.count("doing nothing 12.5 %") == 2  # beside either success
     assert page.tags.count("details") == 5 + 1
     # Two learning curves (wide, narrow) and every chart but the KL to a reference that is not used.
     assert page.tags.count("svg") == 2 + 12

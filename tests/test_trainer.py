@@ -31,7 +31,16 @@ SMALL = [
 ]
 NEEDED = (
     *("recipe", "algorithm", "seed", "success_before", "success_after", "greedy_before"),
-    *("greedy_after", "eval_tasks", "wall_s", "cpu_s", "gpu_hours", "device_seconds", "spans"),
+    *(
+        "greedy_after",
+        "idle",
+        "eval_tasks",
+        "wall_s",
+        "cpu_s",
+        "gpu_hours",
+        "device_seconds",
+        "spans",
+    ),
     *("iterations", "rollouts", "tokens_packed", "tokens_flat", "zero_advantage_share"),
     *("ratio_geomean", "commit", "versions"),
 )
