@@ -173,7 +173,7 @@ def rows(
 ) -> Iterator[Measured]:
     """Of pairs of seconds without and with the meter `name`. `counted`: spans, seconds of one.
 
-    The mean is of logarithms, so that it is 1 of two meters that are alike.
+    The overhead is a mean of logarithms, so that it is 0 of two meters that are alike.
     """
 
     def row(provider: str, metric: str, unit: str, *values: float) -> Measured:
@@ -182,12 +182,12 @@ def rows(
     spans, one_s = counted
     off_s = [off for off, _ in pairs]
     ratios = [on / off for off, on in pairs]
-    mean, low, high = (math.exp(x) for x in interval([math.log(x) for x in ratios]))
+    mean, low, high = (100 * math.expm1(x) for x in interval([math.log(x) for x in ratios]))
     yield row("off", "cpu time", "s", *off_s)
     yield row(name, "cpu time / off", "1", *ratios)
-    yield row(name, "cpu time / off, mean", "1", mean)
-    yield row(name, "cpu time / off, mean, 95 % from", "1", low)
-    yield row(name, "cpu time / off, mean, 95 % to", "1", high)
+    yield row(name, "overhead", "%", mean)
+    yield row(name, "overhead, 95 % from", "%", low)
+    yield row(name, "overhead, 95 % to", "%", high)
     yield row(name, "spans", "1", float(spans))
     yield row(name, "time of a span", "us", 1e6 * one_s)
     yield row(name, "spans x their time / iteration", "1", *(spans * one_s / x for x in off_s))
