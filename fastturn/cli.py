@@ -217,7 +217,7 @@ def _command(
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes, at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
     return int(text)
 
 
@@ -314,7 +314,7 @@ def _add_eval(evaluation: argparse.ArgumentParser) -> None:
     )
     evaluation.add_argument(
         "--settings",
-        type=lambda text: text.split(","),
+        type=lambda text: list(dict.fromkeys(text.split(","))),
         default=["greedy", "paper"],
         metavar="NAME,...",
         help="greedy, paper (T 0.6, top-p 0.95), train (T 1); greedy,paper unless given",

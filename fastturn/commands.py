@@ -7,45 +7,68 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
-from fastturn.config import Config, ConfigError, override
+from fastturn.config import SMOLLM2, Config, ConfigError, override
 from fastturn.recipes import recipe_of
 
 FAILED = 1
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    """Models tried and written down; what was finished is written even if the rest fails."""
     paths: list[Path] = [options.path, *options.beside]
     for path in paths:
-        if not (path / "config.json").is_file():
+        if str(path) != SMOLLM2 and not (path / "config.json").is_file():
             reason = "it holds no config.json" if path.is_dir() else "there is no such folder"
             raise ConfigError(
                 f"eval {path}: expected the folder of a run or of a model in Hugging Face format, "
-                f"but {reason}; name one, for example runs/quickstart-rtpo-seed0"
+                f"or {SMOLLM2}, but {reason}; name one, for example runs/quickstart-rtpo-seed0"
             )
     from rich.console import Console
     from rich.table import Table
 
     from fastturn.evalpages import rows, write
-    from fastturn.evaluate import SETTINGS, examine
+    from fastturn.evaluate import SETTINGS, Subject, examine
     from fastturn.progress import Progress
 
     for name in options.settings:
         if name not in SETTINGS:
             raise ConfigError(f"--settings {name}: expected some of {', '.join(SETTINGS)}")
     pairs = [*([f"data.domain={options.tasks}"] if options.tasks else []), *options.pairs]
-    with Progress() as progress:
-        found = [examine(p, pairs, options.settings, options.samples, progress) for p in paths]
+    out = _results_folder(options.out or paths[0])
+    found: list[Subject] = []
+    written: list[Path] = []
+    try:
+        with Progress() as progress:
+            for place, path in enumerate(paths):
+                for subject in examine(path, pairs, options.settings, options.samples, progress):
+                    found[place:] = [subject]
+                    written = write(found, out)
+    finally:
+        for file in written:
+            print(file)
     heads, measured = rows(found)
     table = Table("measure", *heads)
     for name, cells in measured:
         table.add_row(name, *cells)
     Console().print(table)
-    for path in write(found, options.out or paths[0]):
-        print(path)
     return 0
+
+
+def _results_folder(out: Path) -> Path:
+    """The folder `out`, made before hours are spent on what goes into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: no folder can be made there ({error.strerror}); name another"
+        ) from error
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"--out {out}: the folder may not be written; name another")
+    return out
 
 
 def report(options: argparse.Namespace) -> int:
@@ -97,7 +120,7 @@ def doctor(options: argparse.Namespace) -> int:
 def check_env(options: argparse.Namespace) -> int:
     """The contract of an environment, tried on its tasks; status 1 when it is broken."""
     # Domains describe their tools to models that can read.
-    described = [f"data.domain={options.domain}", "model.path=smollm2-135m"]
+    described = [f"data.domain={options.domain}", f"model.path={SMOLLM2}"]
     config = override(Config(), [*described, *options.pairs])
     from rich.console import Console
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+SMOLLM2 = "smollm2-135m"  # model.path of the weights that come as a package
+
 
 class ConfigError(ValueError):
     """A setting that cannot work: names the key, the value, what is expected and the remedy."""

