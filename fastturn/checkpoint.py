@@ -143,6 +143,7 @@ def load_weights(
         optimizers.make_room(model, moments)
         tensors = _tensors(model, optimizers)
         dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
+        optimizers.settle()
         steps = json.loads((folder / "optimizer.json").read_text())["steps"]
     except (OSError, KeyError, ValueError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(

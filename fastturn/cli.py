@@ -380,7 +380,7 @@ def _train(options: argparse.Namespace) -> int:
         return launch(_without_nproc(options), options.nproc)
     from fastturn.dist import open_world
 
-    mesh = config.model.dtype == "mixed" or config.dist.cpu_offload
+    mesh = config.model.mixed or config.dist.cpu_offload
     with open_world(config.device, config.dist.shard_ranks, mesh=mesh) as world:
         _train_here(options, config, recipe, world)
     return 0

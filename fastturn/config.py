@@ -42,7 +42,7 @@ class Model:
     or empty for a small Qwen3 of `layers` x `width` built in the run."""
 
     path: str = ""
-    dtype: Literal["float32", "bfloat16", "mixed"] = "float32"
+    dtype: Literal["float32", "bfloat16", "mixed", "mixed8"] = "float32"
     layers: int = 2
     width: int = 64
     vocabulary: int = 334  # ids of the tokenizer built for it
@@ -54,8 +54,14 @@ class Model:
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
-        """What is computed in; "mixed" keeps weights, gradients and moments in float32."""
+        """What is computed in; "mixed" keeps weights, gradients and moments in float32, "mixed8"
+        moments in 8 bits."""
         return "float32" if self.dtype == "float32" else "bfloat16"
+
+    @property
+    def mixed(self) -> bool:
+        """Whether weights are kept in another type than is computed in."""
+        return self.dtype in ("mixed", "mixed8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def examine(config: Config, progress: Progress) -> list[Line]:
     deadline_s, patience_s = min(rollout.deadline_s, 30.0), min(rollout.patience_s, 5.0)
     rollout = replace(rollout, deadline_s=deadline_s, patience_s=patience_s)
     config = replace(config, trackers=("none",), rollout=rollout)
-    mesh = config.model.dtype == "mixed" or config.dist.cpu_offload
+    mesh = config.model.mixed or config.dist.cpu_offload
     with ExitStack() as stack:
 
         def open_all() -> Run:

@@ -102,7 +102,7 @@ def sampling_side(
     leader's to talk to, and the others get what it sampled.
     """
     inside = config.rollout.engine == "local"
-    mixed = config.model.dtype == "mixed"
+    mixed = config.model.mixed
     apart = inside and algorithm_of(config).lags
     mirror = Mirror(policy, world, keep=inside or world.leader, mixed=mixed, apart=apart)
     made: list[Sampler] = []

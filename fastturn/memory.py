@@ -19,6 +19,7 @@ from fastturn.shape import Shape, shape_of
 
 GIB = 2**30
 FLOAT32 = 4
+EIGHT_BIT = (1 + FLOAT32 / 256) / FLOAT32  # a code, and a scale for every 256, over float32
 # Limits of parts that cannot be imported without torch; a test compares them with the parts.
 HEAD_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # logits that the fused head holds at a time
 HEAD_ROWS = {"cpu": 1024, "cuda": 8192}
@@ -112,12 +113,13 @@ class Setting(NamedTuple):
     rank: int  # of adapters, 0 when every weight trains
     checkpointing: str  # none, full, selective
     fsdp: bool
+    moment: float  # size of a moment of AdamW over that of its weight
     shards: int  # ranks that share one copy of the weights
     split: bool  # the head's rows stay with their ranks
 
     @classmethod
     def of(cls, config: Config, ranks: int = 1) -> Setting:
-        fsdp = ranks > 1 or config.model.dtype == "mixed" or config.dist.cpu_offload
+        fsdp = ranks > 1 or config.model.mixed or config.dist.cpu_offload
         return cls(
             device="cuda" if config.device == "cuda" else "cpu",
             compute=_compute_bytes(config),
@@ -125,6 +127,7 @@ class Setting(NamedTuple):
             rank=config.model.lora_rank,
             checkpointing=config.model.gradient_checkpointing,
             fsdp=fsdp,
+            moment=EIGHT_BIT if config.model.dtype == "mixed8" else 1.0,
             shards=config.dist.shard_ranks or ranks,
             split=config.dist.split_head and fsdp,
         )
@@ -201,7 +204,7 @@ def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
     name = "weights to sample from" if config.rollout.engine == "local" else PUBLISHED
     uses = {
         "weights": frozen + (trained if setting.rank else 0),
-        "AdamW moments": 2 * trained,
+        "AdamW moments": 2 * trained * setting.moment,
         "reference weights": referred * frozen,
         name: copied * copy,
     }

@@ -6,7 +6,7 @@ biases and embeddings take neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 
+from fastturn import eight_bit
 from fastturn.config import Optim, Warm
+
+AdamW = Callable[[Sequence[dict[str, Any]], float, tuple[float, float]], torch.optim.Optimizer]
 
 
 class Optimizers:
@@ -46,7 +49,8 @@ class Optimizers:
         return float(self.schedules[-1].get_last_lr()[0])
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The moments, by "member.parameter.field"; split as the parameters are.
+        """The moments, by "member.parameter.field"; split as the parameters are. Those of 8 bits
+        as float32 copies in host memory.
 
         Example: "0.model.norm.weight.exp_avg".
         """
@@ -54,7 +58,7 @@ class Optimizers:
         for place, member in enumerate(self.members):
             for name, parameter in model.named_parameters():
                 for field, value in member.state.get(parameter, {}).items():
-                    tensors[f"{place}.{name}.{field}"] = value
+                    tensors[f"{place}.{name}.{field}"] = eight_bit.wide(value)
         return tensors
 
     def make_room(self, model: nn.Module, keys: Iterable[str]) -> None:
@@ -63,9 +67,17 @@ class Optimizers:
         for key in keys:
             place, _, rest = key.partition(".")
             name, _, field = rest.rpartition(".")
-            parameter = parameters[name].detach()
-            empty = torch.zeros(()) if field == "step" else torch.zeros_like(parameter)
-            self.members[int(place)].state[parameters[name]].setdefault(field, empty)
+            member, parameter = self.members[int(place)], parameters[name].detach()
+            like = parameter.cpu() if eight_bit.is_eight_bit(member) else parameter
+            empty = torch.zeros(()) if field == "step" else torch.zeros_like(like)
+            member.state[parameters[name]][field] = empty
+
+    def settle(self) -> None:
+        """What has been read into the room, as the optimisers keep it."""
+        for member in filter(eight_bit.is_eight_bit, self.members):
+            for parameter, state in member.state.items():
+                for field in eight_bit.SIGNED:
+                    state[field] = eight_bit.narrow(member, parameter, field, state[field])
 
     @property
     def step_count(self) -> int:
@@ -81,25 +93,45 @@ class Optimizers:
                 for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
             ]
             for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+                if isinstance(group["lr"], torch.Tensor):  # compiled steps read it where it is
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             schedule._last_lr = rates
 
 
-def training_optimizer(model: nn.Module, config: Optim) -> Optimizers:
-    """Linear warm-up; weight decay on matrices only, and these by Muon when `muon_lr` is set."""
-    return Optimizers(
-        _members(model, config, (0.9, config.beta2), config.weight_decay), config.warmup_steps
-    )
+def training_optimizer(model: nn.Module, config: Optim, adamw: AdamW | None = None) -> Optimizers:
+    """Linear warm-up; weight decay on matrices only, and these by Muon when `muon_lr` is set.
+    `adamw`: which AdamW, torch's unless given."""
+    betas = (0.9, config.beta2)
+    members = _members(model, config, betas, config.weight_decay, adamw or plain_adamw)
+    return Optimizers(members, config.warmup_steps)
 
 
-def warm_optimizer(model: nn.Module, config: Warm) -> Optimizers:
+def warm_optimizer(model: nn.Module, config: Warm, adamw: AdamW | None = None) -> Optimizers:
     """Linear decay to zero over the warm start; matrices by Muon when `muon_lr` is set."""
-    members = _members(model, config, (0.9, 0.999), 0.0)
+    members = _members(model, config, (0.9, 0.999), 0.0, adamw or plain_adamw)
     return Optimizers(members, warmup=config.steps // 50, total=config.steps)
 
 
+def adamw_of(dtype: str) -> AdamW:
+    """The AdamW of `model.dtype`: torch's, or torchao's with moments of 8 bits."""
+    return eight_bit.adamw if dtype == "mixed8" else plain_adamw
+
+
+def plain_adamw(
+    groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """torch's, all tensors in few kernels."""
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, foreach=True)
+
+
 def _members(
-    model: nn.Module, rates: Optim | Warm, betas: tuple[float, float], weight_decay: float
+    model: nn.Module,
+    rates: Optim | Warm,
+    betas: tuple[float, float],
+    weight_decay: float,
+    adamw: AdamW,
 ) -> list[torch.optim.Optimizer]:
     matrices, rest = split_parameters(model)
     groups = [
@@ -111,7 +143,7 @@ def _members(
         members.append(Muon(matrices, rates.muon_lr, weight_decay))
         groups = groups[1:] if rest else []  # adapters are matrices only
     if groups:
-        members.append(torch.optim.AdamW(groups, lr=rates.lr, betas=betas, foreach=True))
+        members.append(adamw(groups, rates.lr, betas))
     return members
 
 

@@ -28,6 +28,11 @@ def preflight(config: Config) -> None:
     check_device(config)
     check_kernels(config)
     check_model(config)
+    if config.model.dtype == "mixed8" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "model.dtype=mixed8: moments of 8 bits need the package torchao, which is not "
+            'installed; run: pip install "fastturn[torchao]", or set model.dtype=mixed'
+        )
     if config.model.lora_rank and importlib.util.find_spec("peft") is None:
         raise ConfigError(
             f"model.lora_rank={config.model.lora_rank}: adapters need the package peft, which is "

@@ -32,7 +32,7 @@ from fastturn.envs.base import Domain
 from fastturn.learner import Learner
 from fastturn.memory import require_memory
 from fastturn.meter import Follower, Meter
-from fastturn.optim import training_optimizer, warm_optimizer
+from fastturn.optim import adamw_of, training_optimizer, warm_optimizer
 from fastturn.policy import Policy, WithoutAdapter
 from fastturn.preflight import preflight
 from fastturn.progress import Progress
@@ -182,7 +182,9 @@ class Run:
         """From here on steps are those of the training phase: fresh moments, and the policy of
         this moment as the frozen reference when there is a KL term."""
         config = self.config
-        self.learner.optimizers = training_optimizer(self.policy.model, config.optim)
+        self.learner.optimizers = training_optimizer(
+            self.policy.model, config.optim, adamw_of(config.model.dtype)
+        )
         if config.loss.kl_coef > 0 and config.starts_as_reference:
             self.learner.reference = WithoutAdapter(self.policy)
         elif config.loss.kl_coef > 0:
@@ -347,7 +349,7 @@ def _build(
     rollout = Rollout(
         *(domain, renderer, sampler, config, meter), peers=peers
     )  # fmt: skip
-    optimizers = warm_optimizer(policy.model, config.warm)
+    optimizers = warm_optimizer(policy.model, config.warm, adamw_of(config.model.dtype))
     learner = Learner(policy, optimizers, config, meter, out, world=world)
     return Run(
         *(config, out, domain, tokenizer, policy, learner, rollout, meter, progress),
@@ -361,7 +363,7 @@ def _sharded(policy: Policy, config: Config, world: World) -> Policy:
     return shard(
         policy,
         world,
-        mixed=config.model.dtype == "mixed",
+        mixed=config.model.mixed,
         cpu_offload=config.dist.cpu_offload,
         split_head=config.dist.split_head,
     )

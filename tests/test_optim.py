@@ -1,13 +1,22 @@
-"""Muon against torch's own, and what orthogonal means; schedules that go on where they were."""
+"""Muon against torch's own, what orthogonal means, moments of 8 bits, schedules that go on."""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from fastturn.config import Optim
-from fastturn.optim import Muon, orthogonal, training_optimizer
+from fastturn import checkpoint
+from fastturn.config import Config, ConfigError, Optim, override
+from fastturn.dist import World, open_world
+from fastturn.eight_bit import SIGNED
+from fastturn.optim import Muon, Optimizers, adamw_of, orthogonal, training_optimizer
+from fastturn.preflight import preflight
+from fastturn.sharding import whole
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
@@ -52,3 +61,73 @@ def test_rates_go_on_where_they_were():
         assert rates[0] == rates[1]
         walked.step()
         resumed.step()
+
+
+def eight_bit_model(world: World) -> tuple[nn.Module, Optimizers]:
+    """Split weights, as all of `model.dtype=mixed8` are, and three steps behind them."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    fully_shard(model, mesh=world.mesh)
+    optimizers = training_optimizer(model, Optim(lr=1e-2, warmup_steps=4), adamw_of("mixed8"))
+    train(model, optimizers)
+    return model, optimizers
+
+
+def train(model: nn.Module, optimizers: Optimizers) -> None:
+    for seed in range(3):
+        optimizers.zero_grad()
+        given = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+        (model(given) - given).square().mean().backward()
+        optimizers.step()
+
+
+def eight_bit(stance: str, folder: Path) -> None:
+    """Moments are of 8 bits, steps are close to torch's, and a checkpoint goes on where it was."""
+    with open_world("cpu", mesh=True) as world, torch.compiler.set_stance(stance):
+        torch.manual_seed(0)
+        model, optimizers = eight_bit_model(world)
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+        start = plain[0].weight.detach().clone()
+        train(plain, training_optimizer(plain, Optim(lr=1e-2, warmup_steps=4)))
+        moved = (plain[0].weight - start).abs().mean()
+        off = (whole(model[0].weight) - plain[0].weight).abs().mean()
+        assert 0 < off < 0.05 * moved
+        state = optimizers.members[0].state[model[0].weight]
+        assert {state[name].to_local().codes.dtype for name in SIGNED} == {torch.uint8}
+        assert not hasattr(
+            optimizers.members[0].state[model[0].bias]["exp_avg"].to_local(), "codes"
+        )
+
+        checkpoint.save(folder / "1", model, optimizers, {})
+        other, others = eight_bit_model(world)
+        checkpoint.load_weights(folder / "1", other, others)
+        read = others.members[0].state[other[0].weight]
+        for name in SIGNED:
+            mine, its = (s[name].to_local() for s in (state, read))
+            assert torch.equal(mine.codes, its.codes)
+            torch.testing.assert_close(mine.dequantize(), its.dequantize(), rtol=1e-6, atol=0)
+        assert others.lr == optimizers.lr > 0
+        train(model, optimizers)
+        train(other, others)
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine), whole(its), rtol=1e-4, atol=1e-6)
+
+
+def test_moments_of_eight_bits(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the package torchao is not installed")
+    eight_bit("force_eager", tmp_path)
+
+
+@pytest.mark.slow
+def test_moments_of_eight_bits_in_compiled_steps(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the package torchao is not installed")
+    eight_bit("default", tmp_path)
+
+
+def test_moments_of_eight_bits_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = override(Config(), ["model.dtype=mixed8", "trackers="])
+    with pytest.raises(
+        ConfigError, match=r'mixed8.*pip install "fastturn\[torchao\]".*dtype=mixed'
+    ):
+        preflight(config)
