@@ -32,6 +32,7 @@ from .races import RACES, SHOWN, TASKS, Budget, Race, Result, missing, raced, re
 
 ENTRANTS = (*ALGORITHMS, *(f"{name}/full_history" for name in ("grpo", "gspo", "seeupo")))
 DRAWS = 10_000  # of a bootstrap
+FEWEST = 3  # fewer seeds say nothing about how far others may lie
 Interval = tuple[float, float, float]  # mean, low, high
 
 
@@ -46,10 +47,12 @@ def interval(values: Sequence[float]) -> Interval:
     return float(values_N.mean()), float(low), float(high)
 
 
-def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[str, Interval]]]:
-    """(entrant, metric -> interval over seeds) of every entrant, with what it adds to the success
-    of `first` and its cost over that of `first` within seeds. Columns that nothing was measured of
-    are left out: peers do not tell their ratio."""
+def compared(
+    results: Sequence[Result], first: str
+) -> Iterator[tuple[str, dict[str, tuple[float, ...]]]]:
+    """(entrant, metric -> interval over seeds, of fewer than `FEWEST` the mean alone) of every
+    entrant, with what it adds to the success of `first` and its cost over that of `first` within
+    seeds. Columns that nothing was measured of are left out: peers do not tell their ratio."""
     seeds: dict[str, dict[int, Result]] = {}
     for result in results:
         seeds.setdefault(result.race.name, {})[result.race.seed] = result
@@ -69,7 +72,12 @@ def compared(results: Sequence[Result], first: str) -> Iterator[tuple[str, dict[
             "truncated": [r.metrics["truncated"] for r in found],
             "ratio": [math.exp(r.metrics[ratio]) for r in found if ratio in r.metrics],
         }
-        yield name, {c: interval(values) for c, values in columns.items() if values}
+        yield name, {c: _over_seeds(values) for c, values in columns.items() if values}
+
+
+def _over_seeds(values: Sequence[float]) -> tuple[float, ...]:
+    mean, low, high = interval(values)
+    return (mean, low, high) if len(values) >= FEWEST else (mean,)
 
 
 def at_budget(result: Result, what: str = "sampled") -> float:
@@ -88,7 +96,7 @@ def _cost(result: Result) -> float:
 
 
 PLAIN = ("tokens / success", "device-s")  # printed without decimals
-BARE = ("tool calls", "truncated", "cost / first", *PLAIN)  # printed without their interval
+BARE = ("tool calls", "truncated", *PLAIN)  # printed without their interval
 
 
 def markdown(results: Sequence[Result], first: str, shown: Collection[str] = ()) -> str:
@@ -103,10 +111,10 @@ def markdown(results: Sequence[Result], first: str, shown: Collection[str] = ())
     return "\n".join(lines)
 
 
-def _cell(column: str, value: Interval) -> str:
+def _cell(column: str, value: Sequence[float]) -> str:
     digits = 0 if column in PLAIN else 4 if column == "ratio" else 3
-    mean, low, high = (f"{x:.{digits}f}" for x in value)
-    return mean if column in BARE else f"{mean} [{low}, {high}]"
+    mean, *bounds = (f"{x:.{digits}f}" for x in value)
+    return f"{mean} [{', '.join(bounds)}]" if bounds and column not in BARE else mean
 
 
 def plotted(results: Sequence[Result]) -> str:

@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 
 from . import calibration, savings
+from .algorithms import ENTRANTS as RACED
 from .algorithms import markdown, plotted
 from .races import Budget, Race, Result, recorded
 from .record import ROOT, Row
@@ -210,8 +211,29 @@ class Compared:
 
         return [result for result in recorded() if of(result.race)]
 
+    def command(self, found: Sequence[Result]) -> str:
+        """What runs those that are found, the first one first, and nothing that is recorded."""
+        names = {r.race.name for r in found if r.race.entrant in RACED}
+        ordered = sorted(names, key=lambda name: (name != self.first, name))
+        words = [
+            *(f'"{name}"' if " " in name else name for name in ordered),
+            f"--task {self.task}",
+            f"--seeds {self.seeds[0]}-{self.seeds[-1]}",
+            f"--rollouts {self.budget.rollouts}",
+            f"--evaluations {self.budget.evaluations}",
+            f"--warm-steps {self.warm_steps}",
+        ]
+        lines = ["    .venv/bin/python scripts/bench algorithms"]
+        for word in words:
+            if len(lines[-1]) + len(word) > 96:
+                lines[-1] += " \\"
+                lines.append("       ")
+            lines[-1] += f" {word}"
+        return "\n".join(lines)
+
     def table(self, results: Results) -> str:
-        return markdown(self.results(), self.first, self.shown) + "\n"
+        found = self.results()
+        return f"\n{self.command(found)}\n\n{markdown(found, self.first, self.shown)}\n"
 
 
 COMPARED = {

@@ -58,8 +58,8 @@ class Algorithm:
     passes      groups, config, log-ratios -> credits, one optimiser step each on the same samples
                 (`passes.py`); None: the credit alone
     sample      rollout, points, n, key -> groups of n episodes a point (`tree.Rollout.fork`)
-    stages      trunks, key -> (turn, points to sample at) in training order; None: no trunks are
-                grown, one stage at the roots
+    stages      trunks, config, key -> (turn, points to sample at) in training order; None: no
+                trunks are grown, one stage at the roots
     surrogate   one of `SURROGATES`, the losses of `loss.py`
     reverse     boundaries of all turns are sampled at, not one a trunk or root
     unsampled   members of G that are not sampled at a point (RTPO counts the trunk)

@@ -265,6 +265,7 @@ NON_NEGATIVE = (
     *("dist.shard_ranks", "model.lora_rank", "optim.muon_lr"),
 )
 SHARES = ("anneal", "warm.compliant")
+COMPARING = ("sequence", "regression")  # surrogates that read all turns of a group at once
 
 
 def check(config: Config) -> Config:
@@ -317,6 +318,14 @@ def check(config: Config) -> Config:
         raise ConfigError(
             f"loss.minibatches={config.loss.minibatches}: at most one a task "
             f"(tasks={config.tasks}); lower it or raise tasks"
+        )
+    compares = algorithm_of(config).surrogate in COMPARING
+    if compares and config.pack_tokens < config.model.max_context:
+        raise ConfigError(
+            f"pack_tokens={config.pack_tokens}: the loss of {config.algorithm} compares all turns "
+            f"of a group, which must lie in one micro-batch, and a single sequence may have "
+            f"model.max_context={config.model.max_context} tokens; set pack_tokens="
+            f"{config.group_size * config.model.max_context}, which every group fits"
         )
     return config
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from fastturn.config import Config
 from fastturn.episode import Point, stream_seed
 from fastturn.tree import Rollout, stages
 from fastturn.types import Ending, SiblingGroup, Trajectory, Trunk
@@ -23,7 +24,7 @@ Key = tuple[object, ...]
 
 
 def every_boundary(
-    trunks: Sequence[Trunk], key: Key, *, best: int = 0, boundaries: float = 1.0
+    trunks: Sequence[Trunk], config: Config, key: Key, *, best: int = 0, boundaries: float = 1.0
 ) -> Iterator[tuple[int, list[Point]]]:
     """RTPO's stages: all boundaries of the trunks, last turn first. With `best` above 0, of that
     many trunks of every task only, those of the highest return (the paper's retroactive choice):
@@ -36,7 +37,7 @@ def every_boundary(
 
     Example: best = 1 and two trunks of returns 0 and 1: stages fork at the second one alone.
     """
-    chosen = _best(trunks, best) if best else list(trunks)
+    chosen = _best(trunks, best, config.gamma) if best else list(trunks)
     return stages(chosen) if boundaries >= 1 else _thinned(chosen, key, boundaries)
 
 
@@ -140,14 +141,16 @@ def forked(
     return [replace(group, weight=group.weight * scale) for group in pairs + fresh]
 
 
-def every_boundary_at_once(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[Point]]]:
+def every_boundary_at_once(
+    trunks: Sequence[Trunk], config: Config, key: Key
+) -> Iterator[tuple[int, list[Point]]]:
     """One stage of all boundaries: what follows a turn is drawn before any turn is trained."""
     yield 0, _points(trunks)
 
 
-def _best(trunks: Sequence[Trunk], most: int) -> list[Trunk]:
+def _best(trunks: Sequence[Trunk], most: int, gamma: float) -> list[Trunk]:
     """The trunks of the highest return of every task, `most` each, in their order."""
-    ranked = sorted(trunks, key=lambda trunk: -trunk.trajectory.discounted_return())
+    ranked = sorted(trunks, key=lambda trunk: -trunk.trajectory.discounted_return(gamma))
     taken: Counter[str] = Counter()
     kept = set()
     for trunk in ranked:
@@ -157,7 +160,9 @@ def _best(trunks: Sequence[Trunk], most: int) -> list[Trunk]:
     return [trunk for trunk in trunks if id(trunk) in kept]
 
 
-def one_boundary(trunks: Sequence[Trunk], key: Key) -> Iterator[tuple[int, list[Point]]]:
+def one_boundary(
+    trunks: Sequence[Trunk], config: Config, key: Key
+) -> Iterator[tuple[int, list[Point]]]:
     """REFUEL's one stage: a boundary of every trunk, each as likely as the others.
 
     Example: a trunk of 3 turns is forked at its turn 0, 1 or 2.

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastturn.config import COMPARING
 from fastturn.kernels import SurrogateOutput, turn_reduce
 from fastturn.kernels.turn_surrogate import Settings, Terms, statistics
 from fastturn.pack import PackedBatch
@@ -52,7 +53,7 @@ class Objective:
     @property
     def whole_groups(self) -> bool:
         """Whether the loss compares turns of a group with each other."""
-        return self.surrogate in ("sequence", "regression")
+        return self.surrogate in COMPARING
 
 
 # log-ratio (with a graph), batch, bounds -> (cost, the ratio that the bounds are for), [A] each

@@ -212,7 +212,7 @@ def plan_stages(run: Run) -> Iterator[tuple[int, list[Point]]]:
         order = {(root.task.id, root.trunk): place for place, root in enumerate(roots)}
         run.trunks.sort(key=lambda trunk: order[of_root(trunk)])
         book(cursor.tally, [trunk.trajectory for trunk in run.trunks], "trunk_")
-    return algorithm.stages(run.trunks, (config.seed, cursor.iteration))
+    return algorithm.stages(run.trunks, config, (config.seed, cursor.iteration))
 
 
 def grow_missing(run: Run, roots: Sequence[Point]) -> list[Trunk]:

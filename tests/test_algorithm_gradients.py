@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastturn.algorithms import algorithm_of
-from fastturn.config import Config, Loss, Sampling
+from fastturn.config import Config, Loss, Sampling, override
 from fastturn.loss import Objective
 from fastturn.pack import DividedGroupError, pack
 from fastturn.policy import Policy
@@ -61,6 +62,7 @@ class Sibling:
 
 
 Formula = Callable[[list[list[Sibling]]], Tensor]
+Compared = Callable[[Sequence[float]], list[float]]  # returns -> advantages
 
 
 def groups(model: torch.nn.Module, size: int = 4) -> list[SiblingGroup]:
@@ -135,9 +137,18 @@ def mean(values: Sequence[float]) -> float:
 
 
 def standardised(values: Sequence[float]) -> list[float]:
-    centred = [v - mean(values) for v in values]
-    std = (sum(c * c for c in centred) / (len(values) - 1)) ** 0.5
-    return [c / std if std else 0.0 for c in centred]
+    differences = centred(values)
+    std = (sum(d * d for d in differences) / max(1, len(values) - 1)) ** 0.5
+    return [d / std if std else 0.0 for d in differences]
+
+
+def centred(values: Sequence[float]) -> list[float]:
+    return [v - mean(values) for v in values]
+
+
+def f32(value: float) -> float:
+    """As the rows of a batch hold it."""
+    return float(np.float32(value))
 
 
 def rtpo(batch: list[list[Sibling]]) -> Tensor:
@@ -162,15 +173,15 @@ def grpo(batch: list[list[Sibling]]) -> Tensor:
     return total / len(batch)
 
 
-def dapo(batch: list[list[Sibling]]) -> Tensor:
+def dapo(batch: list[list[Sibling]], compared: Compared = centred) -> Tensor:
     """1 / sum_i |o_i| sum_i sum_t min(...), over groups with 0 < correct < G, returns lowered by
     the soft overlong punishment, L_max = 20 and L_cache = 16 (Yu et al. 2025, eq. 8, 11, 13)."""
     live = [group for group in batch if len({s.ret for s in group}) > 1]
     total = torch.zeros((), dtype=torch.float64)
     for group in live:
         lowered = [s.ret - min(1.0, max(0.0, (len(s) - 4) / 16)) for s in group]
-        for sibling, advantage in zip(group, [r - mean(lowered) for r in lowered], strict=True):
-            total -= clipped(sibling.ratios, advantage).sum()
+        for sibling, advantage in zip(group, compared(lowered), strict=True):
+            total -= clipped(sibling.ratios, f32(advantage)).sum()
     return total / sum(len(s) for group in live for s in group)
 
 
@@ -230,23 +241,24 @@ def rloo(batch: list[list[Sibling]]) -> Tensor:
     return total / len(batch)
 
 
-def gigpo(batch: list[list[Sibling]]) -> Tensor:
+def gigpo(batch: list[list[Sibling]], compared: Compared = centred) -> Tensor:
     """A = A_E(trajectory) + w A_S(turn), A_S among turns in one state, by sum_k g^(k-t) r_k
-    (Feng et al. 2025, eq. 3, 5, 7 and 8 with F_norm = 1); w = 0.5, g = 0.5."""
+    (Feng et al. 2025, eq. 3, 5, 7 and 8; F_norm is 1 or the std); w = 0.5, g = 0.5."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         togo = [[s.rewards[0] + 0.5 * s.rewards[1], s.rewards[1]] for s in group]
+        episodes = compared([s.ret for s in group])
         for i, sibling in enumerate(group):
             for u in range(2):
                 same = [
-                    togo[j][v]
+                    (j, v)
                     for j, other in enumerate(group)
                     for v in range(2)
                     if other.contexts[v] == sibling.contexts[u]
                 ]
-                episode = sibling.ret - mean([s.ret for s in group])
-                advantage = episode + 0.5 * (togo[i][u] - mean(same))
+                step = compared([togo[j][v] for j, v in same])[same.index((i, u))]
                 ratio_A = (sibling.new[u] - sibling.old[u]).exp()
+                advantage = f32(episodes[i] + 0.5 * step)
                 total -= clipped(ratio_A, advantage).sum() / len(sibling) / len(group)
     return total / len(batch)
 
@@ -269,13 +281,16 @@ def steptool(batch: list[list[Sibling]]) -> Tensor:
     return total / len(batch)
 
 
-def tree_grpo(batch: list[list[Sibling]]) -> Tensor:
-    """A = A_intra + A_inter, each R less the mean of its leaves (Ji et al. 2025, Tree-GRPO)."""
+def tree_grpo(batch: list[list[Sibling]], compared: Compared = centred) -> Tensor:
+    """A = A_intra + A_inter, each R less the mean of its leaves, over their std in the paper's own
+    setting (Ji et al. 2025, Tree-GRPO)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
-        for sibling in group:
-            tree = [s.ret for s in group if s.tree == sibling.tree]
-            advantage = 2 * sibling.ret - mean(tree) - mean([s.ret for s in group])
+        among = compared([s.ret for s in group])
+        for i, sibling in enumerate(group):
+            tree = [j for j, s in enumerate(group) if s.tree == sibling.tree]
+            within = compared([group[j].ret for j in tree])[tree.index(i)]
+            advantage = f32(among[i] + within)
             total -= clipped(sibling.ratios, advantage).sum() / len(sibling) / len(group)
     return total / len(batch)
 
@@ -294,6 +309,14 @@ def refuel(batch: list[list[Sibling]]) -> Tensor:
 
 STD = Loss(normalize_std=True, **CLIP)
 PLAIN = Loss(**CLIP)
+
+
+def preset(*pairs: str) -> Config:
+    """What these settings come to with those of the algorithm, clipped as all here."""
+    clip = [f"loss.{name}={value}" for name, value in CLIP.items()]
+    return override(Config(), [*pairs, f"sampling.temperature={TEMPERATURE}", *clip])
+
+
 CASES: dict[str, tuple[Formula, Config, int]] = {
     "rtpo": (rtpo, Config(algorithm="rtpo", loss=PLAIN), 4),
     "grpo": (grpo, Config(algorithm="grpo", loss=STD), 4),
@@ -345,6 +368,22 @@ CASES: dict[str, tuple[Formula, Config, int]] = {
         ),
         3,
     ),
+    # As `algorithm=NAME` sets them.
+    "dapo/preset": (
+        partial(dapo, compared=standardised),
+        preset("algorithm=dapo", "algorithm_options=overlong=0.8", "sampling.episode_tokens=20"),
+        4,
+    ),
+    "gigpo/preset": (
+        partial(gigpo, compared=standardised),
+        preset("algorithm=gigpo", "algorithm_options=step_weight=0.5,step_discount=0.5"),
+        4,
+    ),
+    "tree_grpo/preset": (
+        partial(tree_grpo, compared=standardised),
+        preset("algorithm=tree_grpo"),
+        4,
+    ),
 }
 
 
@@ -393,7 +432,7 @@ def test_a_group_that_would_be_divided_is_refused(name: str) -> None:
     assert len(pack(credits, 12)) > 4
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ("dapo", "cispo")])
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith(("dapo", "cispo"))])
 def test_credit_is_separable_where_no_whole_stage_is_needed(case: str) -> None:
     """`credit([group]) / number of groups` is the credit within a stage."""
     config = CASES[case][1]

@@ -233,6 +233,16 @@ def test_a_group_that_has_nothing_to_compare_is_refused(name):
         override(quickstart(), [f"algorithm={name}", "trunks=1", f"group_size={few}"])
 
 
+@pytest.mark.parametrize("name", ["gspo", "seeupo", "refuel"])
+def test_a_budget_that_no_group_fits_is_refused(name):
+    """Where the loss compares all turns of a group; elsewhere groups are divided."""
+    pairs = [f"algorithm={name}", "pack_tokens=64"]
+    with pytest.raises(ConfigError, match=rf"pack_tokens=64: the loss of {name} .*tokens=1280"):
+        override(quickstart(), pairs)
+    assert override(quickstart(), [*pairs, "model.max_context=64"]).pack_tokens == 64
+    assert override(quickstart(), ["algorithm=grpo", "pack_tokens=64"]).pack_tokens == 64
+
+
 def test_more_trees_than_leaves_are_refused():
     pairs = ["algorithm=tree_grpo", "trunks=9"]
     with pytest.raises(ConfigError, match=r"trunks=9: tree_grpo .* set trunks=5 or less"):

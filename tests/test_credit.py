@@ -112,3 +112,24 @@ def test_why_a_group_of_one_sibling_is_refused():
     """E[advantage] = (n-1)/n of the true one for n siblings: nothing is left at n = 1."""
     ((only,),) = rtpo([group(episode([1], [1]))], CONFIG)
     assert only.silent and ALGORITHMS["rtpo"].least_group_size == 3
+
+
+def test_continuations_meet_where_everything_since_the_fork_was_the_same():
+    """On to the last turn: siblings that parted do not meet again, whatever they do later, and
+    returns count from the turn at which they meet."""
+    lengths = [  # the action of a turn is its length
+        *((1, 2, 1, 1), (1, 2, 1, 4), (1, 2, 3, 1), (1, 3, 1, 1)),
+        *((2, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 1), (2, 2)),
+    ]
+    earned = [[2.0 ** -(j + u) for u in range(len(turns))] for j, turns in enumerate(lengths)]
+    (credits,) = rtpo([group(*map(episode, earned, lengths))], CONFIG, continuations=1)
+    met_last = 0
+    for j, (turns, credit) in enumerate(zip(lengths, credits, strict=True)):
+        for u, length in enumerate(turns):
+            met = [i for i, other in enumerate(lengths) if other[:u] == turns[:u] and other[u:]]
+            togo = {i: sum(earned[i][u:]) for i in met}
+            advantage = togo[j] - sum(togo.values()) / len(met)
+            assert credit.advantage_U[u] == pytest.approx(advantage, abs=1e-12)
+            assert credit.weight_U[u] == (1 / 8 / length if len(met) > 1 else 0)
+            met_last += u == 3 and len(met) > 1
+    assert met_last == 5  # three and two of them

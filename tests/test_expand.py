@@ -171,7 +171,7 @@ def test_one_boundary_of_every_trunk_is_drawn_evenly(parts):  # noqa: F811
     trunks = grown(run, 4)
     chosen: Counter[int] = Counter()
     for iteration in range(50):
-        ((label, points),) = one_boundary(trunks, (0, iteration))
+        ((label, points),) = one_boundary(trunks, CONFIG, (0, iteration))
         assert label == 0 and len(points) == 4
         assert all(p is t.snapshots[p.turn] for p, t in zip(points, trunks, strict=True))
         chosen.update(point.turn for point in points)
@@ -188,18 +188,27 @@ def test_retroactive_choice_keeps_the_best_trunks_of_every_task(parts):  # noqa:
         for *rest, last in [[replace(turn, reward=0.0) for turn in t.trajectory.turns]]
     ]
 
-    def places(**options) -> set[int]:
-        points = {id(p) for _, points in every_boundary(trunks, (), **options) for p in points}
+    def places(gamma: float = 1.0, **options) -> set[int]:
+        staged = every_boundary(trunks, replace(CONFIG, gamma=gamma), (), **options)
+        points = {id(p) for _, points in staged for p in points}
         return {i for i, t in enumerate(trunks) if any(id(p) in points for p in t.snapshots)}
 
     assert places() == set(range(6))
     assert places(best=1) == {2, 5} and places(best=2) == {2, 4, 5, 1}
+    (last,) = trunks[2].trajectory.turns
+    turns = (replace(last, reward=0.0), replace(last, reward=1.0))
+    later = replace(trunks[2].trajectory, turns=turns)
+    trunks[2] = replace(trunks[2], trajectory=later, snapshots=trunks[2].snapshots * 2)
+    (sooner,) = trunks[0].trajectory.turns
+    sooner = replace(trunks[0].trajectory, turns=(replace(sooner, reward=0.9),))
+    trunks[0] = replace(trunks[0], trajectory=sooner)
+    assert places(best=1) == {2, 5} and places(gamma=0.9, best=1) == {0, 5}
 
 
 def test_all_boundaries_at_once_are_those_of_the_stages(parts):  # noqa: F811
     trunks = grown(rollout(parts), 6)
-    ((label, points),) = every_boundary_at_once(trunks, ())
-    staged = [point for _, stage in every_boundary(trunks, ()) for point in stage]
+    ((label, points),) = every_boundary_at_once(trunks, CONFIG, ())
+    staged = [point for _, stage in every_boundary(trunks, CONFIG, ()) for point in stage]
     assert label == 0 and {id(p) for p in points} == {id(p) for p in staged}
     assert len(points) == len(staged)
 

@@ -29,6 +29,7 @@ from .test_algorithm_gradients import (
     Sibling,
     as_siblings,
     clipped,
+    f32,
     gradients,
     groups,
     mean,
@@ -56,18 +57,13 @@ def ratio(sibling: Sibling, turn: int) -> Tensor:
     return (sibling.new[turn] - sibling.old[turn]).mean().exp()
 
 
-def f32(value: float) -> float:
-    """As the rows of a batch hold it."""
-    return float(np.float32(value))
-
-
-def seeupo(batch: Sequence[Sequence[Sibling]], turn: int) -> Tensor:
+def seeupo(batch: Sequence[Sequence[Sibling]], turn: int, bound: float = 2.0) -> Tensor:
     """1/G sum_i min(s_k M, clip(s_k) M), M = A prod_{h > k} s_h (HAPPO's advantage with GSPO's
-    ratios), the product at most 2."""
+    ratios), the product at most `bound`."""
     total = torch.zeros((), dtype=torch.float64)
     for group in batch:
         for s, advantage in zip(group, standardised([s.ret for s in group]), strict=True):
-            moved = min(2.0, float(np.prod([ratio(s, h).item() for h in range(turn + 1, 2)])))
+            moved = min(bound, float(np.prod([ratio(s, h).item() for h in range(turn + 1, 2)])))
             total -= clipped(ratio(s, turn), f32(advantage * moved)) / len(group)
     return total / len(batch)
 
@@ -93,12 +89,16 @@ def equal(got: list[Tensor], want: list[Tensor]) -> None:
         assert float((one - other).abs().max()) <= 1e-9 * scale
 
 
-def test_seeupo_trains_turns_in_reverse_on_reweighed_advantages() -> None:
+@pytest.mark.parametrize("bound", [2.0, 0.9])
+def test_seeupo_trains_turns_in_reverse_on_reweighed_advantages(bound: float) -> None:
     plain = tiny("qwen3")
     made = groups(plain)
-    last, first = passes(SEEUPO, made)
-    equal(last, gradients(plain, [seeupo(as_siblings(plain, made), 1)]))
-    equal(first, gradients(plain, [seeupo(as_siblings(plain, made), 0)]))
+    batch = as_siblings(plain, made)
+    later = [ratio(s, 1).item() for group in batch for s in group]
+    assert min(later) < 0.9 < max(later) < 2  # 0.9 binds and 2 does not
+    last, first = passes(replace(SEEUPO, algorithm_options=(f"bound={bound}",)), made)
+    equal(last, gradients(plain, [seeupo(batch, 1, bound)]))
+    equal(first, gradients(plain, [seeupo(batch, 0, bound)]))
 
 
 def test_where_nothing_has_moved_the_passes_are_the_credit() -> None:

@@ -8,9 +8,12 @@ mended fails. At the end the price of the order if all went well, 0 otherwise.
     steps     numbers of an order: each is a chance to spoil the piece
     checks    gauges: what care costs, in turns
     flaws     share of pieces with a flaw: what care is worth
-    prices    orders pay 1 to this much, evenly in its logarithm (1: all pay 1). The price is drawn
-              for each episode when its first turn is answered, and shown to nobody: what a state is
-              worth then varies with more than what the policy did
+    prices    orders pay 1 to this much, evenly in its logarithm (1: all pay 1)
+    market    orders lose 0 to this much, evenly, whatever is done; held-out orders lose nothing
+
+Price and loss are drawn for each episode when its first turn is answered, and shown to nobody: what
+a state is worth then varies with more than what the policy did.
+
     careful   probability that a demonstration begins to gauge
     slip      probability that a demonstration sets a wrong number
     think     whether demonstrations say what comes next before they call (a scratch part that
@@ -59,11 +62,12 @@ _GAUGE = Tool("gauge", "Reads a gauge.", _PARAMETERS, _unused, bounded=True)
 
 
 def draw_order(
-    rng: random.Random, *, steps: int, checks: int, flaws: float, prices: float
+    rng: random.Random, *, steps: int, checks: int, flaws: float, **chances: float
 ) -> dict[str, Any]:
-    """An order of `steps` numbers from 10 to 99, and whether its piece is flawed.
+    """An order of `steps` numbers from 10 to 99, whether its piece is flawed, and the `chances` of
+    its episodes, "prices" and "market".
 
-    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4, "prices": 1}`.
+    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4} | chances`.
     """
     order = tuple(rng.randint(10, 99) for _ in range(steps))
     flawed = checks > 0 and rng.random() < flaws
@@ -72,27 +76,34 @@ def draw_order(
         "order": order,
         "flawed": flawed,
         "checks": checks,
-        "prices": prices,
+        **chances,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The state of an episode: its task, how many numbers are set and gauges read, whether a wrong
-    number has spoiled it, and what it pays (0: not drawn yet)."""
+    number has spoiled it, and what it pays (0: not drawn yet) and loses."""
 
     task: Task
     placed: int = 0
     gauged: int = 0
     spoiled: bool = False
     price: float = 0.0
+    loss: float = 0.0
 
     def priced(self, seed: int) -> Piece:
-        """With its price, drawn if it has none."""
+        """With its price and its loss, drawn if it has none."""
         if self.price:
             return self
-        exponent = random.Random(seed).random()
-        return replace(self, price=math.pow(self.task.data["prices"], exponent))
+        rng, data = random.Random(seed), self.task.data
+        price = math.pow(data["prices"], rng.random())
+        return replace(self, price=price, loss=data["market"] * rng.random())
+
+    @property
+    def earned(self) -> float:
+        """What it brings now."""
+        return self.price * self.good - self.loss
 
     @property
     def complete(self) -> bool:
@@ -125,15 +136,15 @@ class WorkshopEnv:
     def step(self, action: Action) -> Observation:
         """Carry out the calls of `action`; without any it ends the episode and is rewarded."""
         assert not self._over, "nothing comes after done"
-        self._piece = self._now.priced(action.seed)
         if not action.calls:
             self._over = True
-            return Observation((), self._piece.price * self._piece.good, True, ("delivered",))
+            return Observation((), self._now.earned, True, ("delivered",))
         replies = run_calls(action, self._tools, timeout_s=0.0)  # they bound themselves
         events = tuple(event for reply in replies for event in reply.events)
         if self._now.spoiled:
             self._over = True
-            return Observation((), 0.0, True, (*events, "spoiled"))
+            return Observation((), self._now.earned, True, (*events, "spoiled"))
+        self._piece = self._now.priced(action.seed)
         messages = tuple(
             {"role": "tool", "content": "error"} if self._brief and reply.failed else reply.message
             for reply in replies
@@ -183,6 +194,7 @@ class Workshop:
         checks: int = 4,
         flaws: float = 0.25,
         prices: float = 1.0,
+        market: float = 0.0,
         careful: float = 0.5,
         slip: float = 0.3,
         think: int = 1,
@@ -194,18 +206,22 @@ class Workshop:
             raise ConfigError(
                 f"data.domain: steps={steps},checks={checks}: expected 1 to 9 steps, 0 to 9 checks"
             )
-        if not 1 <= prices <= 1e6:
-            raise ConfigError(f"data.domain: prices={prices}: expected a highest price, 1 to 1e6")
+        for name, most, least in (("prices", prices, 1), ("market", market, 0)):
+            if not least <= most <= 1e6:
+                raise ConfigError(f"data.domain: {name}={most}: expected {least} to 1e6")
         if config.data.path:
             raise ConfigError(
                 f"data.path={config.data.path!r}: the domain 'workshop' makes its own tasks; "
                 f"leave data.path empty"
             )
-        draw = partial(draw_order, steps=steps, checks=checks, flaws=flaws, prices=prices)
+        chances = {"prices": prices, "market": market}
+        draw = partial(draw_order, steps=steps, checks=checks, flaws=flaws, **chances)
         self._script = partial(Demonstrator, careful=careful, slip=slip, think=bool(think))
         self._described = bool(config.model.path)
         self.tools: list[dict[str, Any]] = [_SET.schema, _GAUGE.schema] if self._described else []
-        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data.eval_tasks)
+        self.eval_tasks: Sequence[Task] = held_out_tasks(
+            partial(draw, market=0.0), config.data.eval_tasks
+        )
         self.train_tasks: Sequence[Task] = TrainTasks(draw, config.seed, self.eval_tasks)
 
     def env(self) -> Env:

@@ -29,9 +29,9 @@ def named(reference: str, **changes: object) -> Workshop:
     return domain
 
 
-def order(*numbers: int, flawed: bool = False, checks: int = 2, prices: float = 1.0) -> Task:
+def order(*numbers: int, flawed: bool = False, checks: int = 2, **chances: float) -> Task:
     data = {"question": "", "order": numbers, "flawed": flawed, "checks": checks}
-    return Task("t", data | {"prices": prices})
+    return Task("t", data | {"prices": 1.0, "market": 0.0} | chances)
 
 
 def call(name: str, n: int) -> Action:
@@ -112,6 +112,25 @@ def test_the_first_turn_draws_a_price_that_later_turns_keep():
 def test_a_bad_piece_earns_nothing_at_any_price():
     assert played(order(47, 82, flawed=True, prices=9.0), [*GOOD, DONE])[-1].reward == 0.0
     assert played(order(47, 82, prices=1.0), [*GOOD, DONE])[-1].reward == 1.0
+
+
+def test_the_market_takes_the_same_whatever_is_done():
+    """Even over the range; a piece that is spoiled at once never comes to it."""
+    task, wrong, taken = order(47, 82, market=6.0), call("set", 11), []
+    assert played(task, [wrong])[-1].reward == 0.0
+    for seed in range(2000):
+        first = replace(GOOD[0], seed=seed)
+        good = played(task, [first, GOOD[1], DONE])[-1].reward
+        assert played(task, [first, wrong])[-1].reward == pytest.approx(good - 1)
+        taken.append(1 - good)
+    assert min(taken) >= 0 and max(taken) <= 6
+    assert abs(np.mean(taken) - 3) < 0.15 and abs(np.var(taken) - 3) < 0.2
+
+
+def test_held_out_orders_meet_no_market():
+    domain = named("workshop:market=6")
+    assert {task.data["market"] for task in domain.eval_tasks} == {0.0}
+    assert {task.data["market"] for task in domain.train_tasks[:9]} == {6.0}
 
 
 actions_drawn = st.lists(
@@ -207,7 +226,8 @@ def test_a_pretrained_model_gets_tools_and_instructions():
         ("workshop:checks=some", "expected a value of type int"),
         ("workshop:flaws=2", "expected a share from 0 to 1"),
         ("workshop:steps=0", "expected 1 to 9 steps"),
-        ("workshop:prices=0.5", "prices=0.5: expected a highest price"),
+        ("workshop:prices=0.5", "prices=0.5: expected 1 to 1e6"),
+        ("workshop:market=-1", "market=-1.0: expected 0 to 1e6"),
         ("calculator:steps=2", "calculator has no options"),
         ("workshp:steps=2", "nearest is 'workshop'"),
     ],

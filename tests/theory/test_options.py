@@ -202,11 +202,11 @@ def test_chosen_boundaries_count_one_over_their_probability():
     """Over many draws, what a boundary counts in the mean of its stage averages to what it counts
     without the choice, for every boundary, within 5 standard errors; and the choice has effect."""
     trunks = Table().trunks(6, each=2)
-    whole = dict(every_boundary(trunks, ()))
+    whole = dict(every_boundary(trunks, rtpo(), ()))
     counts: defaultdict[tuple[str, int, int], list[float]] = defaultdict(list)
     sizes = []
     for draw in range(1500):
-        thinned = dict(every_boundary(trunks, (draw,), boundaries=0.4))
+        thinned = dict(every_boundary(trunks, rtpo(), (draw,), boundaries=0.4))
         assert list(thinned) == [turn for turn in whole if turn in thinned]
         sizes.append(sum(map(len, thinned.values())))
         for turn, points in whole.items():
