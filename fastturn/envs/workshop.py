@@ -214,8 +214,9 @@ class Workshop:
                 f"data.path={config.data.path!r}: the domain 'workshop' makes its own tasks; "
                 f"leave data.path empty"
             )
-        chances = {"prices": prices, "market": market}
-        draw = partial(draw_order, steps=steps, checks=checks, flaws=flaws, **chances)
+        draw = partial(
+            draw_order, steps=steps, checks=checks, flaws=flaws, prices=prices, market=market
+        )
         self._script = partial(Demonstrator, careful=careful, slip=slip, think=bool(think))
         self._described = bool(config.model.path)
         self.tools: list[dict[str, Any]] = [_SET.schema, _GAUGE.schema] if self._described else []
