@@ -19,6 +19,45 @@ Call = tuple[str, dict[str, Any]]
 Dialogue = tuple[tuple[str, str], ...]  # who spoke ("assistant", "user"), and what
 
 
+class Records(dict[str, Any]):
+    """A table that shares its records with the one it was made of until each is asked for by its
+    key, as all tools do that change one; going through `values` or `items` copies nothing."""
+
+    def __init__(self, records: dict[str, Any]) -> None:
+        super().__init__(records)
+        self._own: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._own:
+            self[key] = deepcopy(super().__getitem__(key))
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, record: Any) -> None:
+        super().__setitem__(key, record)
+        self._own.add(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
+def _copied(database: Any) -> Any:
+    """A database to change: tables by key share what is not touched (0.1 ms instead of half a
+    second for thousands of records), everything else is copied."""
+    if database is None:
+        return None
+    memo: dict[int, Any] = {}
+    parts = {name: getattr(database, name) for name in type(database).model_fields}
+    return database.model_copy(
+        update={
+            name: Records(part) if isinstance(part, dict) else deepcopy(part, memo)
+            for name, part in parts.items()
+        }
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Databases:
     """The desk's database and, in telecom, the customer's phone; never changed once shared."""
@@ -27,7 +66,7 @@ class Databases:
     phone: Any = None
 
     def copy(self) -> Databases:
-        return Databases(deepcopy(self.desk), deepcopy(self.phone))
+        return Databases(_copied(self.desk), _copied(self.phone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +168,15 @@ class Desk:
     @functools.cache  # noqa: B019  (desks are loaded once and stay)
     def idle(self, id: str) -> bool:
         """Whether doing nothing earns the reward. Where databases are compared it does unless
-        something is to be told or written; comparing them would take half a second a task."""
-        if not self.solo:
-            return not self.told(id) and not any(self.changes(name) for name, _ in self.gold(id))
+        something is to be told, or is written by a call that succeeds; comparing them would take a
+        quarter of a second a task."""
         env = self.environment(self.begin(id).copy())
-        return self.reward(State(Task(id, {"id": id}), ()), env) >= 1.0
+        if self.solo:
+            return self.reward(State(Task(id, {"id": id}), ()), env) >= 1.0
+        if self.told(id):
+            return False
+        done = [(name, response(env, name, arguments)) for name, arguments in self.gold(id)]
+        return all(answer.error for name, answer in done if self.changes(name))
 
     def _criteria(self, id: str) -> Any:
         return self.task(id).evaluation_criteria
