@@ -20,6 +20,7 @@ from fastturn.shape import Shape
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 BFLOAT16, FLOAT32 = 2, 4
+STEP_BYTES = 7 * FLOAT32  # AdamW reads weight, gradient, two moments, and writes all but gradients
 NODE_GPUS = 8
 SIZES = (8, 64, 256, 1024)  # GPUs
 MEMORY_GIB = {"H100": 79, "H200": 139}  # as torch reports them
@@ -312,14 +313,29 @@ def traffic() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 def publishing() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = ("model", "sent, GB", "gather on 8 GPUs, s", "gather on 64, s", "broadcast, s")
-    heads += ("gather on 64 + broadcast at 8.25 GB/s, s",)
+    heads += ("gather on 64 + broadcast at 8.25 GB/s, s", "AdamW on 64, ms", "Muon, s")
     rows = []
     for it in SUBJECTS:
         sent = BFLOAT16 * it.shape.parameters
         gathers = [SITE.collective_s(2 * sent, gpus) for gpus in (8, 64)]
         values = [sent / 1e9, *gathers, sent / SITE.port_s, publish_s(it, 64, 8.25e9)]
-        rows.append((it.name, *map(number, values)))
+        values.append(1000 * it.shape.parameters / 64 * STEP_BYTES / SITE.memory_s)
+        muon = number(muon_s(it)) if not it.shape.experts else "–"
+        rows.append((it.name, *map(number, values), muon))
     return heads, rows
+
+
+def muon_s(it: Subject) -> float:
+    """Seconds in which a GPU makes the momenta of all matrices orthogonal: five steps of three
+    products. A dense model.
+
+    Example: of one matrix [4096, 4096]: 5 · 3 · 2 · 4096³ / 396e12 = 5.2 ms.
+    """
+    s = it.shape
+    matrices = [(s.width, s.queries)] * 2 + [(s.width, s.keys)] * 2 + [(s.width, s.mlp)] * 3
+    sides = (sorted(matrix) for matrix in matrices)
+    flops = sum(5 * (2 * 2 * short**2 * long + 2 * short**3) for short, long in sides)
+    return s.layers * flops / SITE.flops_s
 
 
 def memory() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -145,7 +145,8 @@ def attention_implementations(device: torch.device) -> dict[str, str | None]:
 
     Example: on a CPU "torch" and "reference" can, "flash" needs a CUDA device.
     """
-    cuda = None if device.type == "cuda" else f"expected a CUDA device, got {device.type}"
+    remedy = "use auto, or torch, which runs on any device"
+    cuda = None if device.type == "cuda" else f"expected a CUDA device, got {device.type}; {remedy}"
     package = None if flash_attention.installed() else "the package flash-attn is not installed"
     reasons = {"triton": triton_obstacle(device), "flex": cuda, "flash": cuda or package}
     return {name: reasons.get(name) for name in IMPLEMENTATIONS}

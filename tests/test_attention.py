@@ -42,7 +42,7 @@ def test_a_name_is_taken_as_it_is():
     ("name", "message"),
     [
         ("flash", "attention='flash': .*CUDA"),
-        ("flex", "attention='flex': .*CUDA"),
+        ("flex", "attention='flex': expected a CUDA device, got cpu; use auto, or torch"),
         ("flsh", "expected one of auto, .*triton.*torch"),
     ],
 )
