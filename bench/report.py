@@ -236,6 +236,7 @@ class Compared:
         return f"\n{self.command(found)}\n\n{markdown(found, self.first, self.shown)}\n"
 
 
+OUTCOME = ("sampled", "greedy", "more than first", "zero advantage", "tool calls")
 COMPARED = {
     "workshop": Compared("workshop", range(5), Budget(4800)),
     "tuning": Compared(
@@ -243,6 +244,9 @@ COMPARED = {
     ),
     "confirmation": Compared(
         "workshop", range(20, 25), Budget(2400, evaluations=1), first="grpo tasks=10"
+    ),
+    "prices": Compared(
+        "workshop-prices", range(10, 12), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
     ),
     "calculator": Compared("calculator", range(5), Budget(9600, evaluations=10)),
     "entrants": Compared(
