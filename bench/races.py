@@ -40,7 +40,7 @@ WORKSHOP = (
 TASKS: Mapping[str, tuple[str, ...]] = {
     "calculator": (),
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
-    "workshop-market": ("data.domain=workshop:flaws=0.25,market=6", *WORKSHOP),
+    "workshop-market": ("data.domain=workshop:flaws=0.25,market=3", *WORKSHOP),
     "workshop-prices": ("data.domain=workshop:flaws=0.25,prices=1000", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }

@@ -9,9 +9,10 @@ mended fails. At the end the price of the order if all went well, 0 otherwise.
     checks    gauges: what care costs, in turns
     flaws     share of pieces with a flaw: what care is worth
     prices    orders pay 1 to this much, evenly in its logarithm (1: all pay 1)
-    market    orders lose 0 to this much, evenly, whatever is done; held-out orders lose nothing
+    market    orders gain or lose up to this much, evenly, whatever is done, so that no ending is
+              the better for it; held-out orders do neither
 
-Price and loss are drawn for each episode when its first turn is answered, and shown to nobody: what
+Price and gain are drawn for each episode when its first turn is answered, and shown to nobody: what
 a state is worth then varies with more than what the policy did.
 
     careful   probability that a demonstration begins to gauge
@@ -83,27 +84,27 @@ def draw_order(
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The state of an episode: its task, how many numbers are set and gauges read, whether a wrong
-    number has spoiled it, and what it pays (0: not drawn yet) and loses."""
+    number has spoiled it, and what it pays (0: not drawn yet) and gains on top."""
 
     task: Task
     placed: int = 0
     gauged: int = 0
     spoiled: bool = False
     price: float = 0.0
-    loss: float = 0.0
+    gain: float = 0.0
 
     def priced(self, seed: int) -> Piece:
-        """With its price and its loss, drawn if it has none."""
+        """With its price and its gain, drawn if it has none."""
         if self.price:
             return self
         rng, data = random.Random(seed), self.task.data
         price = math.pow(data["prices"], rng.random())
-        return replace(self, price=price, loss=data["market"] * rng.random())
+        return replace(self, price=price, gain=data["market"] * rng.uniform(-1.0, 1.0))
 
     @property
     def earned(self) -> float:
         """What it brings now."""
-        return self.price * self.good - self.loss
+        return self.price * self.good + self.gain
 
     @property
     def complete(self) -> bool:
