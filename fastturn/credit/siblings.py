@@ -31,10 +31,11 @@ def rtpo(
     continuations=1: later turns are credited as well where several siblings took them in one state,
     which those are that did the same since the fork (the same action in the same state is answered
     the same; where an environment draws from `Action.seed`, their states differ by chance that no
-    turn of theirs moves: the mean stays, the variance does not). Which of m siblings meet there is decided by their earlier turns alone, so given the
-    meeting their turns are independent draws of one policy in one state: the advantage of each
-    among the m, of the return from there on, has mean `(m-1)/m A` (A with leave_one_out), and
-    states only weigh more the more siblings visit them. Turns met alone weigh nothing.
+    turn of theirs moves: the mean stays, the variance does not). Which of m siblings meet there is
+    decided by their earlier turns alone, so given the meeting their turns are independent draws of
+    one policy in one state: the advantage of each among the m, of the return from there on, has
+    mean `(m-1)/m A` (A with leave_one_out), and states only weigh more the more siblings visit
+    them. Turns met alone weigh nothing.
 
     Example, gamma = 1, one group, returns (1, 0), turns of 4 and 5 tokens: advantages (.5, -.5),
     weights (1/8, 1/10).
