@@ -37,6 +37,7 @@ from fastturn.lifeline import Lifeline
 T = TypeVar("T")
 START_S = 30.0
 COLLECTIVE_S = 1800.0
+START = "start with torchrun or `fastturn train RECIPE --nproc N`, which set all of them"
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -222,7 +223,7 @@ def open_world(
     Raises `DistError` or `ConfigError` on every rank, within about `START_S`, when ranks are
     missing, the port is taken, there are fewer devices than ranks, or the mesh does not fit.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         with _mesh_of_one(device) if mesh else nullcontext(World.single(device)) as world:
             yield world
         return
@@ -288,10 +289,21 @@ def _place() -> tuple[int, int]:
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
         raise DistError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start "
-            f"with torchrun or `fastturn train RECIPE --nproc N`, which set all of them"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; {START}"
         )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = _whole("WORLD_SIZE", 1)
+    for name, most in (("LOCAL_RANK", size - 1), ("MASTER_PORT", 65535)):
+        _whole(name, 0, most)
+    return _whole("RANK", 0, size - 1), size
+
+
+def _whole(name: str, least: int, most: int | None = None) -> int:
+    """A variable of torchrun that is a number between two others, or `DistError`."""
+    text = os.environ[name]
+    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    limits = f"{least} or more" if most is None else f"{least} to {most}"
+    raise DistError(f"{name}={text!r}: expected a whole number, {limits}; {START}")
 
 
 def _device_kind(device: str) -> str:

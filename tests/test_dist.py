@@ -311,6 +311,26 @@ def test_meshes():
         mesh_shape(4, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("WORLD_SIZE", "two", "1 or more"),
+        ("WORLD_SIZE", "-2", "1 or more"),
+        ("RANK", "2", "0 to 1"),
+        ("RANK", "", "0 to 1"),
+        ("LOCAL_RANK", "0.5", "0 to 1"),
+        ("MASTER_PORT", "70000", "0 to 65535"),
+    ],
+)
+def test_a_variable_of_the_environment_that_cannot_be_is_named(monkeypatch, name, value, expected):
+    given = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    for key, text in (given | {"MASTER_ADDR": "127.0.0.1", name: value}).items():
+        monkeypatch.setenv(key, text)
+    message = f"{name}='{value}': expected a whole number, {expected}; start with torchrun"
+    with pytest.raises(DistError, match=message), open_world("cpu"):
+        pass
+
+
 def test_half_an_environment_is_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
