@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from fastturn.config import Config, Sampling
+from fastturn.config import Config, Data, Sampling
 from fastturn.envs import load_domain
 from fastturn.envs.base import Observation
 from fastturn.envs.calculator import calculator_call
+from fastturn.envs.workshop import workshop_call
 from fastturn.episode import stream_seed
 from fastturn.render import Renderer
 from fastturn.sampler.base import SamplerStats
@@ -256,3 +257,25 @@ def test_hanging_and_raising_environments_are_left_out_and_counted(parts, caplog
     assert siblings and all(t.ending is not Ending.FAILED for t in siblings)
     assert len(siblings) + run.clock["ending_failed"] + run.clock["group_lost"] >= 24
     assert "the environment broke" in caplog.text
+
+
+def test_chance_of_the_environment_is_drawn_for_each_episode_and_kept_by_snapshots():
+    """Workshop: prices of a group of episodes differ, those of siblings of a later turn do not, and
+    the same rollout draws the same ones again."""
+    config = replace(CONFIG, data=Data(domain="workshop:steps=1,prices=1000"))
+    domain = load_domain(config)
+    task = domain.train_tasks[0]
+    texts = tuple(workshop_call("set", n) for n in task.data["order"])
+    tokenizer = build_tokenizer(episode_texts(domain, 100, config), 334)
+
+    def prices():
+        run = rollout((domain, tokenizer), texts, config)
+        trunks = run.grow(run.roots([task], trunks=6), ("trunk", 0))
+        begun = trunks[0].snapshots[1]
+        later = run.grow([replace(begun, trunk=number) for number in range(4)], ("fork", 0))
+        return [[t.snapshots[1].env_state.price for t in played] for played in (trunks, later)]
+
+    episodes, siblings = prices()
+    assert len(set(episodes)) == 6 and min(episodes) > 1
+    assert siblings == [episodes[0]] * 4
+    assert prices() == [episodes, siblings]
