@@ -262,7 +262,7 @@ def test_hanging_and_raising_environments_are_left_out_and_counted(parts, caplog
 def test_chance_of_the_environment_is_drawn_for_each_episode_and_kept_by_snapshots():
     """Workshop: prices of a group of episodes differ, those of siblings of a later turn do not, and
     the same rollout draws the same ones again."""
-    config = replace(CONFIG, data=Data(domain="workshop:steps=1,prices=1000"))
+    config = replace(CONFIG, data=Data(domain="workshop:steps=1,prices=1000", eval_tasks=8))
     domain = load_domain(config)
     task = domain.train_tasks[0]
     texts = tuple(workshop_call("set", n) for n in task.data["order"])
