@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from fastturn.envs.base import Domain, Env, Task
+from fastturn.config import ConfigError
+from fastturn.envs.base import Domain, DomainError, Env, Message, Task
 from fastturn.render import Conversation
 from fastturn.types import Boundary, Ending, Ids, SiblingGroup, Trajectory, Trunk, Turn
 
@@ -19,6 +20,23 @@ def stream_seed(*key: object) -> int:
     whatever else is sampled beside it, which is what makes a resumed run repeat an unbroken one.
     """
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def begin(domain: Domain, task: Task) -> tuple[Env, list[Message]]:
+    """A new environment in which `task` has begun, and its first messages.
+
+    Raises `DomainError` for one that cannot begin: no episode of it is possible.
+    """
+    env = domain.env()
+    try:
+        return env, env.start(task)
+    except (ConfigError, DomainError):
+        raise
+    except Exception as error:
+        raise DomainError(
+            f"task {task.id}: its environment does not start ({type(error).__name__}: {error}); "
+            f"fastturn check-env shows what is wrong with it"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

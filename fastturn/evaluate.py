@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from fastturn.config import SMOLLM2, Config, ConfigError, from_dict, override
+from fastturn.demos import in_time
 from fastturn.engines import ENGINES
 from fastturn.envs import load_domain
 from fastturn.envs.base import Action, Domain, Task
-from fastturn.episode import Point
+from fastturn.episode import Point, begin
 from fastturn.meter import Follower
 from fastturn.models import smollm2_folder
 from fastturn.play import Unmetered
@@ -71,25 +72,28 @@ def evaluate(rollout: Rollout, tasks: Sequence[Task]) -> Evaluation:
         clean_success=sum(t.clean_success for t in sampled) / len(tasks),
         clean_success_greedy=sum(t.clean_success for t in greedy) / len(tasks),
         hits={rule: n / max(1, len(sampled)) for rule, n in sorted(hits.items())},
-        idle=idle(rollout.domain, tasks, rollout.config.turns),
+        idle=idle(rollout.domain, tasks, rollout.config),
     )
 
 
-def idle(domain: Domain, tasks: Sequence[Task], turns: int) -> float:
-    """Share of the tasks that are solved by saying nothing, turn after turn."""
+def idle(domain: Domain, tasks: Sequence[Task], config: Config) -> float:
+    """Share of the tasks that are solved by saying nothing, turn after turn. One whose environment
+    fails at that is not; `DomainError` for one that hangs."""
 
     def solved(task: Task) -> bool:
-        env = domain.env()
-        env.start(task)
+        env, _ = begin(domain, task)
         reward = 0.0
-        for _ in range(turns):
-            answer = env.step(Action(""))
+        for _ in range(config.turns):
+            try:
+                answer = env.step(Action(""))
+            except Exception:  # whatever it is, the sampled episodes tell
+                return False
             reward += answer.reward
             if answer.done:
                 break
         return reward >= 1.0
 
-    return sum(map(solved, tasks)) / len(tasks)
+    return sum(in_time(solved, tasks, config)) / len(tasks)
 
 
 def _play(rollout: Rollout, roots: Sequence[Point], temperature: float) -> list[Trajectory]:
@@ -175,13 +179,15 @@ def examine(
     torch.set_num_threads(config.threads)
     domain = load_domain(config)
     tasks = list(domain.eval_tasks)
+    if not tasks:
+        raise ConfigError(f"data.domain={config.data.domain!r}: it has no held-out tasks to try")
     policy, tokenizer = Policy.load(_with_model(config, weights))
     renderer = Renderer(tokenizer, domain.tools, config.context, config.model.max_context)
     sampler = ENGINES[config.rollout.engine](config, policy, Follower(), progress)
     try:
         sampler.publish(0)
         rollout = Rollout(domain, renderer, sampler, config, Unmetered())
-        nothing = idle(domain, tasks, config.turns)
+        nothing = idle(domain, tasks, config)
         tried = []
         for name in settings:
             total = len(tasks) * SETTINGS[name].samples(samples)

@@ -107,6 +107,27 @@ def hotpotqa_smollm2() -> Config:
     )
 
 
+def airline_smollm2() -> Config:
+    """RTPO of SmolLM2-135M-Instruct at the airline desk of τ²-bench, a scripted customer."""
+    recipe = gsm8k_smollm2()
+    return replace(
+        recipe,
+        recipe="airline-smollm2",
+        tasks=2,
+        group_size=3,
+        data=Data(domain="tau2:desk=airline,user=script", eval_tasks=4),
+        model=replace(recipe.model, max_context=8192),
+        pack_tokens=8192,
+    )
+
+
+def gym_smollm2() -> Config:
+    """RTPO of SmolLM2-135M-Instruct on a generator of reasoning-gym, two tries an answer."""
+    recipe = gsm8k_smollm2()
+    data = Data(domain="gym:generator=leg_counting,tries=2", eval_tasks=8)
+    return replace(recipe, recipe="gym-smollm2", turns=2, data=data)
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
     "quickstart": quickstart,
     "frontdesk": frontdesk,
@@ -115,6 +136,8 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "mawps-smollm2": mawps_smollm2,
     "gsm8k-python-smollm2": gsm8k_python_smollm2,
     "hotpotqa-smollm2": hotpotqa_smollm2,
+    "airline-smollm2": airline_smollm2,
+    "gym-smollm2": gym_smollm2,
 }
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from fastturn.beside import Beside, Inline
 from fastturn.config import Config
 from fastturn.envs.base import Domain, Task
-from fastturn.episode import Cohort, Episode, Point
+from fastturn.episode import Cohort, Episode, Point, begin
 from fastturn.play import Clock, Play
 from fastturn.pool import Inbox
 from fastturn.render import Renderer
@@ -99,8 +99,8 @@ class Rollout:
         with self.clock.span("environment"):
             for task in self.peers.mine(tasks):
                 found.append([])
-                env = self.domain.env()
-                conversation = self.renderer.start(env.start(task))
+                env, messages = begin(self.domain, task)
+                conversation = self.renderer.start(messages)
                 if not self.renderer.fits(conversation):
                     logger.warning(
                         "task %s begins with %d tokens, the model reads %d (model.max_context); "

@@ -77,8 +77,80 @@ def test_a_nucleus_is_the_fewest_likeliest_ids() -> None:
 
 
 def test_doing_nothing_solves_no_sum() -> None:
-    domain = load_domain(quickstart())
-    assert idle(domain, list(domain.eval_tasks)[:8], 4) == 0.0
+    config = quickstart()
+    domain = load_domain(config)
+    assert idle(domain, list(domain.eval_tasks)[:8], config) == 0.0
+
+
+BROKEN = """
+import time
+from fastturn.envs import Observation, Task
+
+class Domain:
+    tools = []
+    def __init__(self, config):
+        self.train_tasks = [Task("t", {"n": 1})]
+        self.eval_tasks = [Task(f"e-{n}", {"n": n}) for n in (2, 3)]
+    env = lambda self: self.Env()
+    def demonstrator(self, task, rng):
+        return lambda messages: "x"
+    class Env:
+        def start(self, task): return [{"role": "user", "content": "1+1"}]
+        def snapshot(self): return 0
+        def restore(self, state): pass
+        def step(self, action): return Observation((), 1.0, True)
+
+class Starts(Domain):
+    class Env(Domain.Env):
+        def start(self, task): raise KeyError("boom")
+class Steps(Domain):
+    class Env(Domain.Env):
+        def step(self, action): raise KeyError("boom")
+class Hangs(Domain):
+    class Env(Domain.Env):
+        def step(self, action): time.sleep(60)
+class Empty(Domain):
+    def __init__(self, config): self.train_tasks = self.eval_tasks = []
+class Made(Domain):
+    def __init__(self, config): raise RuntimeError("no database")
+class Bare:
+    def __init__(self, config): self.tools = []
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Starts", "task e-2: its environment does not start (KeyError: 'boom')"),
+        ("Hangs", "task e-2: a scripted episode of at most 4 turns has not ended within"),
+        ("Empty", "it has no held-out tasks to try"),
+        ("Made", "it raised RuntimeError: no database"),
+        ("Bare", "it made a Bare without train_tasks, eval_tasks, env, demonstrator"),
+    ],
+)
+def test_a_broken_environment_is_named(
+    name: str, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    limits = ["model.max_context=512", "data.env_timeout_s=0.1"]
+    asked = ["eval", str(model), "--tasks", f"{file}:{name}", "--out", str(tmp_path / "out")]
+    assert cli.main([*asked, *limits]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_environment_that_fails_loses_its_episodes_and_no_more(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    asked = ["eval", str(model), "--tasks", f"{file}:Steps", "--out", str(tmp_path)]
+    limits = ["model.max_context=512", "sampling.turn_tokens=400", "sampling.episode_tokens=400"]
+    assert cli.main([*asked, *limits, "--settings", "train", "--samples", "4"]) == 0
+    (found,) = json.loads((tmp_path / "eval.json").read_text())["models"]
+    tried = found["settings"]["train"]
+    assert tried["lost"] > 0 and tried["idle"] == 0.0
+    assert tried["lost"] + sum(map(len, tried["episodes"].values())) == 8
 
 
 @pytest.fixture(scope="module")

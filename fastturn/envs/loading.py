@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from fastturn.config import Config, ConfigError
-from fastturn.envs.base import DOMAINS, Domain
+from fastturn.envs.base import DOMAINS, Domain, DomainError
 from fastturn.options import chosen, keywords, nearest
 from fastturn.rules import Rule, Ruled, checked
 
@@ -72,8 +72,7 @@ def _own_rules(file: str) -> list[Rule]:
 def _named(config: Config) -> Domain:
     reference = config.data.domain
     if ".py:" in reference:
-        domain: Domain = load_function(reference, "data.domain")(config)
-        return domain
+        return _own_domain(load_function(reference, "data.domain"), config)
     name, separator, options = reference.partition(":")
     if name not in DOMAINS:
         raise ConfigError(
@@ -83,6 +82,34 @@ def _named(config: Config) -> Domain:
     factory = DOMAINS[name]
     pairs = options.split(",") if separator else ()
     return factory(config, **chosen(pairs, keywords(factory), "data.domain", name))
+
+
+def _own_domain(factory: Callable[..., Any], config: Config) -> Domain:
+    """What a user's function makes of the configuration, or `ConfigError` with what is wrong."""
+    name = config.data.domain
+    try:
+        domain: Domain = factory(config)
+    except (ConfigError, DomainError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"data.domain={name!r}: it raised {type(error).__name__}: {error}{_where(error)}; a "
+            f"domain is made from the configuration alone (docs/environments.md)"
+        ) from error
+    parts = ("tools", "train_tasks", "eval_tasks", "env", "demonstrator")
+    missing = [part for part in parts if not hasattr(domain, part)]
+    if missing:
+        raise ConfigError(
+            f"data.domain={name!r}: it made a {type(domain).__name__} without "
+            f"{', '.join(missing)}; a domain has {', '.join(parts)} (docs/environments.md)"
+        )
+    return domain
+
+
+def _where(error: Exception) -> str:
+    """The file and line that raised, of an error that does not say so itself."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if isinstance(error, SyntaxError) else f", {last.filename}, line {last.lineno}"
 
 
 def load_function(reference: str, key: str) -> Callable[..., Any]:
@@ -114,11 +141,9 @@ def _own_module(path: Path, key: str, value: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, SyntaxError) else f", {last.filename}, line {last.lineno}"
         raise ConfigError(
-            f"{key}={value!r}: the file cannot be loaded ({type(error).__name__}: {error}{where}); "
-            f"mend it, `python {path}` shows the same"
+            f"{key}={value!r}: the file cannot be loaded ({type(error).__name__}: {error}"
+            f"{_where(error)}); mend it, `python {path}` shows the same"
         ) from error
 
 
