@@ -248,6 +248,9 @@ COMPARED = {
     "prices": Compared(
         "workshop-prices", range(10, 12), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
     ),
+    "market-tuning": Compared(
+        "workshop-market", range(10, 12), Budget(2400, evaluations=1), OUTCOME[:2], "grpo tasks=10"
+    ),
     "market": Compared(
         "workshop-market", range(20, 25), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
     ),
