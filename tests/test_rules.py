@@ -245,6 +245,8 @@ class Guided:
     tools, rules = [], ()
     train_tasks = eval_tasks = [Task(str(i)) for i in range(400)]
 
+    def env(self): ...
+
     def demonstrator(self, task, rng):
         return lambda messages: "sloppy"
 

@@ -235,6 +235,8 @@ class State:
 class Own:
     tools, train_tasks, eval_tasks = [], [Task("a")], [Task("b")]
     def __init__(self, config): self.seed = config.seed
+    def env(self): ...
+    def demonstrator(self, task, rng): ...
 
 number = 3
 """
