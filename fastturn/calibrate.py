@@ -5,9 +5,8 @@
 
 The fit is the smallest change of the data sheet's speeds, in proportion to themselves, that makes
 the simulated spans those of the runs (Gauss-Newton on logarithms of both, so that a span a hundred
-times off counts like any other). What no run
-shows keeps its value. Factors hold for other sizes of the same device, as far as its shares of the
-data sheet do.
+times off counts like any other). What no run shows keeps its value. Factors hold for other sizes of
+the same device, as far as its shares of the data sheet do.
 """
 
 from __future__ import annotations

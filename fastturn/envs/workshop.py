@@ -3,7 +3,7 @@
 An order is a row of numbers, `47 82`. The policy calls `set` with each of them in turn; a wrong
 one spoils the piece and ends the episode. Then it may call `gauge` 1, 2, ..., and says `done` when
 it likes. Some pieces have a hidden flaw, which the last gauge mends; a flawed piece that was not
-mended fails. At the end the price of the order if all went well, 0 otherwise.
+mended fails. The reward, at the end: the price of the order if all went well, and its gain.
 
     steps     numbers of an order: each is a chance to spoil the piece
     checks    gauges: what care costs, in turns
