@@ -21,7 +21,7 @@ from fastturn.play import Unmetered
 from fastturn.policy import Policy
 from fastturn.types import Boundary, SiblingGroup, Trajectory
 
-from .test_algorithm_gradients import (
+from .formulas import (
     CLIP,
     PLAIN,
     STD,
@@ -30,11 +30,11 @@ from .test_algorithm_gradients import (
     as_siblings,
     clipped,
     f32,
-    gradients,
     groups,
     mean,
     standardised,
 )
+from .test_algorithm_gradients import gradients
 from .test_policy import Wide, tiny
 
 SAMPLING = Sampling(temperature=TEMPERATURE)
