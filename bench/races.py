@@ -41,6 +41,12 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "calculator": (),
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
     "workshop-market": ("data.domain=workshop:flaws=0.25,market=3", *WORKSHOP),
+    "workshop-taken": (
+        "data.domain=workshop:flaws=0.25,market=3,take=1",
+        *WORKSHOP,
+        "turns=8",
+        "sampling.episode_tokens=256",
+    ),
     "workshop-prices": ("data.domain=workshop:flaws=0.25,prices=1000", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }

@@ -265,7 +265,7 @@ def test_chance_of_the_environment_is_drawn_for_each_episode_and_kept_by_snapsho
     config = replace(CONFIG, data=Data(domain="workshop:steps=1,prices=1000", eval_tasks=8))
     domain = load_domain(config)
     task = domain.train_tasks[0]
-    texts = tuple(workshop_call("set", n) for n in task.data["order"])
+    texts = tuple(workshop_call("set", n=n) for n in task.data["order"])
     tokenizer = build_tokenizer(episode_texts(domain, 100, config), 334)
 
     def prices():

@@ -11,17 +11,19 @@ mended fails. The reward, at the end: the price of the order if all went well, a
     prices    orders pay 1 to this much, evenly in its logarithm (1: all pay 1)
     market    orders gain or lose up to this much, evenly, whatever is done, so that no ending is
               the better for it; held-out orders do neither
+    take      whether the order must be taken first, by a call that leaves no choice
 
 Price and gain are drawn for each episode when its first turn is answered, and shown to nobody: what
-a state is worth then varies with more than what the policy did.
+a state is worth then varies with more than what the policy did. With `take`, all that the policy
+decides is decided after the draw.
 
     careful   probability that a demonstration begins to gauge
     slip      probability that a demonstration sets a wrong number
     think     whether demonstrations say what comes next before they call (a scratch part that
               `context=strip_think` drops from later contexts)
 
-Turns of an episode: at most steps + checks + 1. Without gauges (`checks=0`) nothing is hidden and
-it is a chain like the calculator's.
+Turns of an episode: at most steps + checks + 1, and one more with `take`. Without gauges
+(`checks=0`) nothing is hidden and it is a chain like the calculator's.
 """
 
 from __future__ import annotations
@@ -43,32 +45,34 @@ from fastturn.envs.drawn import TrainTasks, held_out_tasks
 from fastturn.envs.tools import Tool, ToolError, run_calls
 
 _INSTRUCTIONS = (
-    "Call set with each number of the order, from left to right; a wrong number spoils the piece. "
-    "Then call gauge with 1, 2 and so on up to {checks}: the last one mends a hidden flaw, if "
-    "there is one. Then say: done"
+    "{opening}all set with each number of the order, from left to right; a wrong number spoils the "
+    "piece. Then call gauge with 1, 2 and so on up to {checks}: the last one mends a hidden flaw, "
+    "if there is one. Then say: done"
 )
 _PARAMETERS = {
     "type": "object",
     "properties": {"n": {"type": "integer"}},
     "required": ["n"],
 }
+_NOTHING = {"type": "object", "properties": {}}
 
 
-def _unused(n: int) -> str:
+def _unused(*ignored: int) -> str:
     raise AssertionError("every environment binds tools of its own")
 
 
 _SET = Tool("set", "Sets the next number of the order.", _PARAMETERS, _unused, bounded=True)
 _GAUGE = Tool("gauge", "Reads a gauge.", _PARAMETERS, _unused, bounded=True)
+_TAKE = Tool("take", "Takes the order.", _NOTHING, _unused, bounded=True)
 
 
 def draw_order(
-    rng: random.Random, *, steps: int, checks: int, flaws: float, **chances: float
+    rng: random.Random, *, steps: int, checks: int, flaws: float, **terms: float
 ) -> dict[str, Any]:
-    """An order of `steps` numbers from 10 to 99, whether its piece is flawed, and the `chances` of
-    its episodes, "prices" and "market".
+    """An order of `steps` numbers from 10 to 99, whether its piece is flawed, and the `terms` of
+    its episodes, "prices", "market" and "take".
 
-    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4} | chances`.
+    Example: `{"question": "47 82", "order": (47, 82), "flawed": False, "checks": 4} | terms`.
     """
     order = tuple(rng.randint(10, 99) for _ in range(steps))
     flawed = checks > 0 and rng.random() < flaws
@@ -77,16 +81,18 @@ def draw_order(
         "order": order,
         "flawed": flawed,
         "checks": checks,
-        **chances,
+        **terms,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The state of an episode: its task, how many numbers are set and gauges read, whether a wrong
-    number has spoiled it, and what it pays (0: not drawn yet) and gains on top."""
+    """The state of an episode: its task, whether the order is taken, how many numbers are set and
+    gauges read, whether a wrong number has spoiled it, and what it pays (0: not drawn yet) and
+    gains on top."""
 
     task: Task
+    taken: bool
     placed: int = 0
     gauged: int = 0
     spoiled: bool = False
@@ -127,11 +133,12 @@ class WorkshopEnv:
         self._tools = {
             _SET.name: replace(_SET, function=self._set),
             _GAUGE.name: replace(_GAUGE, function=self._gauge),
+            _TAKE.name: replace(_TAKE, function=self._take),
         }
 
     def start(self, task: Task) -> list[Message]:
         """Begin `task`; returns its first messages."""
-        self._piece = Piece(task)
+        self._piece = Piece(task, taken=not task.data["take"])
         return self._prompt(task)
 
     def step(self, action: Action) -> Observation:
@@ -165,8 +172,16 @@ class WorkshopEnv:
         assert self._piece is not None, "start or restore comes before step"
         return self._piece
 
+    def _take(self) -> str:
+        if self._now.taken:
+            raise ToolError("the order is taken")
+        self._piece = replace(self._now, taken=True)
+        return "ok"
+
     def _set(self, n: int) -> str:
         piece = self._now
+        if not piece.taken:
+            raise ToolError("take the order first")
         if piece.complete:
             raise ToolError("all numbers of the order are set")
         right = piece.task.data["order"][piece.placed]
@@ -196,6 +211,7 @@ class Workshop:
         flaws: float = 0.25,
         prices: float = 1.0,
         market: float = 0.0,
+        take: int = 0,
         careful: float = 0.5,
         slip: float = 0.3,
         think: int = 1,
@@ -215,12 +231,12 @@ class Workshop:
                 f"data.path={config.data.path!r}: the domain 'workshop' makes its own tasks; "
                 f"leave data.path empty"
             )
-        draw = partial(
-            draw_order, steps=steps, checks=checks, flaws=flaws, prices=prices, market=market
-        )
+        orders = partial(draw_order, steps=steps, checks=checks, flaws=flaws)
+        draw = partial(orders, prices=prices, market=market, take=bool(take))
         self._script = partial(Demonstrator, careful=careful, slip=slip, think=bool(think))
         self._described = bool(config.model.path)
-        self.tools: list[dict[str, Any]] = [_SET.schema, _GAUGE.schema] if self._described else []
+        used = (*((_TAKE,) if take else ()), _SET, _GAUGE) if self._described else ()
+        self.tools: list[dict[str, Any]] = [tool.schema for tool in used]
         self.eval_tasks: Sequence[Task] = held_out_tasks(
             partial(draw, market=0.0), config.data.eval_tasks
         )
@@ -233,7 +249,8 @@ class Workshop:
     def _prompt(self, task: Task) -> list[Message]:
         messages = [{"role": "user", "content": task.data["question"]}]
         if self._described:
-            content = _INSTRUCTIONS.format(checks=task.data["checks"])
+            opening = "Call take. Then c" if task.data["take"] else "C"
+            content = _INSTRUCTIONS.format(opening=opening, checks=task.data["checks"])
             messages.insert(0, {"role": "system", "content": content})
         return messages
 
@@ -258,28 +275,32 @@ class Demonstrator:
     def __call__(self, messages: Sequence[Message]) -> str:
         order, checks = self.task.data["order"], self.task.data["checks"]
         done = sum(m["role"] == "tool" and m["content"] == "ok" for m in messages)
+        done -= self.task.data["take"]
+        if done < 0:
+            return self._call("take")
         if done < len(order):
-            return self._call("set", self._slipped(order[done]))
+            return self._call("set", n=self._slipped(order[done]))
         gauge = done - len(order) + 1
         stops = gauge == 1 and self.rng.random() >= self.careful
         if gauge > checks or stops:
             return self._thought("end", "done")
-        return self._call("gauge", gauge)
+        return self._call("gauge", n=gauge)
 
     def _slipped(self, number: int) -> int:
         if self.rng.random() >= self.slip:
             return number
         return 10 + (number - 10 + int(self.rng.integers(1, 90))) % 90
 
-    def _call(self, name: str, n: int) -> str:
-        return self._thought(f"{name} {n}", workshop_call(name, n))
+    def _call(self, name: str, **arguments: int) -> str:
+        thought = " ".join(map(str, (name, *arguments.values())))
+        return self._thought(thought, workshop_call(name, **arguments))
 
     def _thought(self, thought: str, text: str) -> str:
         return f"{THINK}{thought}{END_THINK}{text}" if self.think else text
 
 
-def workshop_call(name: str, n: int) -> str:
-    """The text of a call. Example: `workshop_call("set", 47)` is
+def workshop_call(name: str, **arguments: int) -> str:
+    """The text of a call. Example: `workshop_call("set", n=47)` is
     `<tool_call>{"name": "set", "arguments": {"n": 47}}</tool_call>`."""
-    call = {"name": name, "arguments": {"n": n}}
+    call = {"name": name, "arguments": arguments}
     return f"<tool_call>{json.dumps(call)}</tool_call>"

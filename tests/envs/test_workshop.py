@@ -29,13 +29,16 @@ def named(reference: str, **changes: object) -> Workshop:
     return domain
 
 
-def order(*numbers: int, flawed: bool = False, checks: int = 2, **chances: float) -> Task:
+def order(*numbers: int, flawed: bool = False, checks: int = 2, **terms: float) -> Task:
     data = {"question": "", "order": numbers, "flawed": flawed, "checks": checks}
-    return Task("t", data | {"prices": 1.0, "market": 0.0} | chances)
+    return Task("t", data | {"prices": 1.0, "market": 0.0, "take": False} | terms)
 
 
 def call(name: str, n: int) -> Action:
-    return parse_action(workshop_call(name, n))
+    return parse_action(workshop_call(name, n=n))
+
+
+TAKE = parse_action(workshop_call("take"))
 
 
 DONE = Action("done")
@@ -127,6 +130,28 @@ def test_the_market_moves_all_alike_and_favours_nobody():
     assert abs(np.mean(gains)) < 0.15 and abs(np.var(gains) - 3) < 0.2
 
 
+def test_an_order_to_be_taken_leaves_no_choice_before_the_draw():
+    task, wrong = order(47, 82, market=3.0, take=True), call("set", 11)
+    refused = replace(OK, messages=({"role": "tool", "content": "error"},))
+    refused = replace(refused, events=("tool_call", "tool_error"))
+    assert played(task, [wrong, TAKE, TAKE, call("set", 47)]) == [refused, OK, refused, OK]
+    assert played(order(47, 82), [TAKE]) == [refused]
+    for seed in range(20):
+        spoiled, good = (
+            played(task, [replace(TAKE, seed=seed), *rest])[-1].reward
+            for rest in ([wrong], [*GOOD, DONE])
+        )
+        assert good == pytest.approx(spoiled + 1) and spoiled != 0
+
+
+def test_demonstrations_take_what_is_to_be_taken():
+    domain = named("workshop:take=1,slip=0,careful=1,checks=1")
+    config = Config(turns=5)
+    renderer = Renderer(build_tokenizer(episode_texts(domain, 50, config), 334))
+    (shown,) = demonstrate(domain, renderer, domain.train_tasks[:1], config, (0, "demo"))
+    assert shown.success and len(shown.turns) == 5  # take, two numbers, a gauge, done
+
+
 def test_held_out_orders_meet_no_market():
     domain = named("workshop:market=6")
     assert {task.data["market"] for task in domain.eval_tasks} == {0.0}
@@ -205,13 +230,16 @@ def test_demonstrations_think_if_they_are_to():
     asked = [{"role": "user", "content": ""}]
     thinking, plain = (Demonstrator(task, rng, think=think, **faultless) for think in (True, False))
     assert thinking(asked) == f"<think>set 47</think>{plain(asked)}"
-    assert plain(asked) == workshop_call("set", 47)
+    assert plain(asked) == workshop_call("set", n=47)
 
 
 def test_a_pretrained_model_gets_tools_and_instructions():
     described = named("workshop:checks=3", model=Model(path="some/model"))
     assert DOMAIN.tools == []
     assert [tool["function"]["name"] for tool in described.tools] == ["set", "gauge"]
+    taken = named("workshop:take=1", model=Model(path="some/model"))
+    assert [tool["function"]["name"] for tool in taken.tools] == ["take", "set", "gauge"]
+    assert "Call take" in taken.env().start(taken.train_tasks[0])[0]["content"]
     system, user = described.env().start(described.train_tasks[0])
     assert "up to 3" in system["content"]
     assert user["content"] == described.train_tasks[0].data["question"]
