@@ -2,191 +2,44 @@
 
     domain -> episodes, recorded once (scripts and probes) -> CHECKS play them again -> lines
 
-Probes are texts that policies write sooner or later: answers, broken calls, calls of every tool
-with and without arguments. Nothing is sampled: no model is needed, every check is repeatable.
+Each check asks one thing, and is left out where what it needs is missing already.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fastturn.config import Config, ConfigError
-from fastturn.envs.base import Action, Domain, Env, Message, Observation, Task
-from fastturn.envs.calls import CLOSE, OPEN, parse_action
+from fastturn.config import Config
+from fastturn.envs.base import Domain, Message, Observation
 from fastturn.findings import FAIL, PASS, SKIP, WARN, Finding, Line
-from fastturn.pool import Inbox
+from fastturn.pool import DeadlineError
+from fastturn.recorded import Answer, Record, Subject, replay
 
-PROBES = ("", "7", "\\boxed{7}", "yes", f"{OPEN}{{", f"{OPEN}[]{CLOSE}", f"<think>{OPEN}</think>")
-EXAMPLES = {"string": "7", "integer": 7, "number": 7.5, "boolean": True, "array": [], "object": {}}
 SLOW_STEP_S, SLOW_STATE_S, LARGE_STATE = 1.0, 0.05, 1 << 20
-Script = Callable[[Sequence[Message]], str]
 CONTRACT = 'docs/environments.md, "What the trainer relies on"'
 
 
-def step(env: Env, action: Action, deadline_s: float) -> Observation | Exception:
-    """What `env` makes of `action`: its observation, what it raised, or `DeadlineError`."""
-    inbox = Inbox(deadline_s)
-    inbox.call("step", lambda: env.step(action))
-    answer: Observation | Exception = inbox.get()[0][1]
-    return answer
-
-
-@dataclass(slots=True)
-class Record:
-    """An episode as it was played: `states` holds the pickled snapshot before every action, up to
-    the first that could not be pickled, for the reason `unpicklable`."""
-
-    task: Task
-    first: list[Message]
-    unpicklable: str = ""
-    actions: list[Action] = field(default_factory=list)
-    answers: list[Any] = field(default_factory=list)
-    states: list[bytes] = field(default_factory=list)
-    seconds: dict[str, list[float]] = field(
-        default_factory=lambda: {"start": [], "step": [], "snapshot": [], "restore": []}
+def tasks_are_there(subject: Subject) -> Finding:
+    """There is something to train on, and something to be tried on."""
+    measured = (
+        f"{len(subject.domain.train_tasks):,} training tasks, "
+        f"{len(subject.domain.eval_tasks):,} held out"
     )
-
-    @property
-    def where(self) -> str:
-        return f"task {self.task.id}"
-
-    @property
-    def ended(self) -> bool:
-        return (
-            bool(self.answers)
-            and isinstance(self.answers[-1], Observation)
-            and (self.answers[-1].done)
-        )
-
-    @property
-    def total(self) -> float:
-        return sum(a.reward for a in self.answers if isinstance(a, Observation))
-
-
-class Subject:
-    """A domain and the episodes that its checks play again. `tasks`: how many of each part."""
-
-    def __init__(self, domain: Domain, config: Config, tasks: int = 4) -> None:
-        self.domain, self.config = domain, config
-        train, held_out = domain.train_tasks, domain.eval_tasks
-        self.tasks = [
-            *(train[i] for i in range(min(tasks, len(train)))),
-            *(held_out[i] for i in range(min(tasks, len(held_out)))),
-        ]
-
-    @cached_property
-    def shown(self) -> list[Record]:
-        """Demonstrations; none where the domain has none."""
-        try:
-            scripts = [
-                self.domain.demonstrator(task, np.random.default_rng(n))
-                for n, task in enumerate(self.tasks)
-            ]
-        except ConfigError:
-            return []
-        return [self.play(task, script) for task, script in zip(self.tasks, scripts, strict=True)]
-
-    @cached_property
-    def records(self) -> list[Record]:
-        """Demonstrations, and an episode that begins with each probe and goes on with others."""
-        texts = [*PROBES, *probes(self.domain.tools)]
-        played = list(self.shown)
-        for number, text in enumerate(texts):
-            others = random.Random(number).choices(texts, k=self.config.turns)
-            task = self.tasks[number % len(self.tasks)]
-            played.append(self.play(task, _saying([text, *others])))
-        return played
-
-    def play(self, task: Task, script: Script) -> Record:
-        """An episode of `task` by `script`, until it ends, fails, or has used up its turns."""
-        env = self.domain.env()
-        start = time.perf_counter()
-        messages = list(env.start(task))
-        record = Record(task, list(messages))
-        record.seconds["start"].append(time.perf_counter() - start)
-        for _ in range(self.config.turns):
-            text = script(messages)
-            answer = self.take(record, env, parse_action(text))
-            if isinstance(answer, Exception) or answer.done:
-                break
-            messages += [{"role": "assistant", "content": text}, *answer.messages]
-        return record
-
-    def take(self, record: Record, env: Env, action: Action) -> Observation | Exception:
-        """One recorded turn."""
-        start = time.perf_counter()
-        state = env.snapshot()
-        record.seconds["snapshot"].append(time.perf_counter() - start)
-        record.actions.append(action)
-        if not record.unpicklable:
-            try:
-                record.states.append(pickle.dumps(state))
-            except Exception as error:  # whatever a class raises when it is asked
-                record.unpicklable = f"turn {len(record.actions)}: {type(error).__name__}: {error}"
-        start = time.perf_counter()
-        answer = step(env, action, self.config.data.env_timeout_s)
-        record.seconds["step"].append(time.perf_counter() - start)
-        record.answers.append(answer)
-        return answer
-
-    def restored(self, state: bytes) -> Env:
-        env = self.domain.env()
-        env.restore(pickle.loads(state))
-        return env
-
-    def replay(self, env: Env, record: Record, first: int = 0) -> list[Any]:
-        """What `env` answers to the recorded actions from `first` on."""
-        deadline_s = self.config.data.env_timeout_s
-        return [step(env, action, deadline_s) for action in record.actions[first:]]
-
-
-def probes(tools: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Calls of every tool, with nothing and with an example of every required argument, and of a
-    tool that is not there."""
-    yield _call("no_such_tool", {})
-    for tool in tools:
-        function = tool["function"]
-        yield _call(function["name"], {})
-        properties = function.get("parameters", {}).get("properties", {})
-        yield _call(function["name"], {name: _example(p) for name, p in properties.items()})
-
-
-def _saying(texts: Sequence[str]) -> Script:
-    """A policy that says one after the other, whatever it reads."""
-    rest = iter(texts)
-    return lambda messages: next(rest)
-
-
-def _call(name: str, arguments: dict[str, Any]) -> str:
-    return f"{OPEN}{json.dumps({'name': name, 'arguments': arguments})}{CLOSE}"
-
-
-def _example(schema: dict[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kind = schema.get("type", "string")
-    return EXAMPLES.get(kind if isinstance(kind, str) else kind[0])
-
-
-# --- The checks -----------------------------------------------------------------------------------
+    if not len(subject.domain.train_tasks) or not len(subject.domain.eval_tasks):
+        return Finding(FAIL, measured, "give it at least one of each")
+    return Finding(PASS, measured)
 
 
 def tasks_differ(subject: Subject) -> Finding:
     """Ids are unique, contents picklable, and no held-out task is trained on."""
     train, held_out = subject.domain.train_tasks, subject.domain.eval_tasks
-    if not len(train) or not len(held_out):
-        return Finding(FAIL, f"{len(train)} training, {len(held_out)} held-out tasks", CONTRACT)
     some = [train[i] for i in range(min(len(train), 2000))]
     ids = [task.id for task in [*some, *held_out]]
     if len(set(ids)) < len(ids):
@@ -200,7 +53,18 @@ def tasks_differ(subject: Subject) -> Finding:
             f"{len(common)} held-out tasks are training tasks as well, such as {common[0]}",
             "keep them apart: success on them would show memory",
         )
-    return Finding(PASS, f"{len(train):,} training tasks, {len(held_out):,} held out")
+    return Finding(PASS, f"{len(ids):,} compared")
+
+
+def calls_return(subject: Subject) -> Finding:
+    """Episodes can be played: no call hangs, and none but a step raises."""
+    try:
+        steps = sum(len(record.answers) for record in subject.records)
+    except DeadlineError as error:
+        return Finding(
+            FAIL, str(error), "bound what it waits for, or raise data.env_timeout_s if it needs so"
+        )
+    return Finding(PASS, f"{len(subject.records)} episodes, {steps} steps")
 
 
 def answers_are_observations(subject: Subject) -> Finding:
@@ -211,8 +75,7 @@ def answers_are_observations(subject: Subject) -> Finding:
         )
         if wrong:
             return Finding(FAIL, f"{record.where}: {wrong}", "mend start or step")
-    steps = sum(len(record.answers) for record in subject.records)
-    return Finding(PASS, f"{len(subject.records)} episodes, {steps} steps")
+    return Finding(PASS, "messages for the policy, finite rewards")
 
 
 def _wrong(answer: Any) -> str:
@@ -239,24 +102,24 @@ def _form(messages: Sequence[Message], needed: bool) -> str:
 
 def picklable(subject: Subject) -> Finding:
     """Every snapshot can be pickled: siblings and checkpoints get copies."""
-    for record in subject.records:
-        if record.unpicklable:
-            return Finding(
-                FAIL,
-                f"the snapshot of {record.where}, {record.unpicklable}",
-                "keep in the snapshot plain data and classes of a module: no functions, locks, "
-                "open files, connections",
-            )
-    return Finding(PASS, f"{sum(len(record.states) for record in subject.records)} snapshots")
+    try:
+        return Finding(PASS, f"{sum(len(states) for _, states in subject.states)} snapshots")
+    except pickle.PicklingError as error:
+        return Finding(
+            FAIL,
+            str(error),
+            "keep in the snapshot plain data and classes of a module: no functions, locks, "
+            "open files, connections",
+        )
 
 
 def repeatable(subject: Subject) -> Finding:
     """The same task and actions give the same answers in another instance."""
     for record in subject.records:
-        env = subject.domain.env()
-        if list(env.start(record.task)) != record.first:
+        env = subject.env()
+        if env.start(record.task) != record.first:
             return Finding(FAIL, f"{record.where} began differently the second time", _DRAW)
-        if found := _difference(record, subject.replay(env, record)):
+        if found := _difference(record, replay(env, record)):
             return Finding(FAIL, found, _DRAW)
     return Finding(PASS, f"{len(subject.records)} episodes, twice each")
 
@@ -265,7 +128,7 @@ _DRAW = "draw any randomness from the task, or keep the generator in the state"
 _ALL = "restore must bring back all that step reads (random state, files, clocks)"
 
 
-def _difference(record: Record, answers: Sequence[Any], first: int = 0) -> str:
+def _difference(record: Record, answers: Sequence[Answer], first: int = 0) -> str:
     """Where `answers` differ from the recorded ones, or nothing."""
     for turn, (was, now) in enumerate(zip(record.answers[first:], answers, strict=True), first + 1):
         if repr(was) != repr(now):
@@ -275,44 +138,38 @@ def _difference(record: Record, answers: Sequence[Any], first: int = 0) -> str:
 
 def snapshots_carry_all(subject: Subject) -> Finding:
     """From every snapshot, pickled and restored, the episode goes on as it did."""
-    count = 0
-    for record in subject.records:
-        for turn, state in enumerate(record.states):
-            start = time.perf_counter()
-            env = subject.restored(state)
-            record.seconds["restore"].append(time.perf_counter() - start)
-            if found := _difference(record, subject.replay(env, record, turn), turn):
+    for record, states in subject.states:
+        for turn, state in enumerate(states):
+            again = replay(subject.restored(state), record, turn)
+            if found := _difference(record, again, turn):
                 return Finding(FAIL, f"restored: {found}", _ALL)
-            count += 1
-    return Finding(PASS, f"{count} snapshots, each played to its end")
+    return Finding(PASS, "each played to its end")
 
 
 def restored_again(subject: Subject) -> Finding:
     """A snapshot of a restored instance is as good as the one it was restored from."""
-    for record in subject.records:
-        for turn, state in enumerate(record.states):
-            again = subject.restored(pickle.dumps(subject.restored(state).snapshot()))
-            if found := _difference(record, subject.replay(again, record, turn), turn):
+    for record, states in subject.states:
+        for turn, state in enumerate(states):
+            twin = subject.restored(pickle.dumps(subject.restored(state).snapshot()))
+            if found := _difference(record, replay(twin, record, turn), turn):
                 return Finding(FAIL, f"restored twice: {found}", _ALL)
-    return Finding(PASS, f"{sum(len(r.states) for r in subject.records)} snapshots of snapshots")
+    return Finding(PASS, "snapshots of snapshots, each played to its end")
 
 
 def snapshots_stay(subject: Subject) -> Finding:
     """Neither the instance a snapshot was taken of nor those restored from it change it."""
     for record in subject.records:
-        env = subject.domain.env()
-        env.start(record.task)
-        for turn in range(len(record.actions)):
-            state = env.snapshot()
+        env = subject.begun(record)
+        for turn, action in enumerate(record.actions, 1):
+            state, twin = env.snapshot(), subject.env()
             before = pickle.dumps(state)
-            twin = subject.domain.env()
             twin.restore(state)
             for each in (env, twin):
-                step(each, record.actions[turn], subject.config.data.env_timeout_s)
+                each.step(action)
                 if pickle.dumps(state) != before:
                     return Finding(
                         FAIL,
-                        f"{record.where}, turn {turn + 1}: a step changed the snapshot before it",
+                        f"{record.where}, turn {turn}: a step changed the snapshot before it",
                         "snapshot must return a copy, and restore must copy it again",
                     )
     return Finding(PASS, "steps leave them alone")
@@ -322,9 +179,7 @@ def instances_are_apart(subject: Subject) -> Finding:
     """Episodes that are played at once, on threads, are answered as they are alone."""
 
     def again(record: Record) -> str:
-        env = subject.domain.env()
-        env.start(record.task)
-        return _difference(record, subject.replay(env, record))
+        return _difference(record, replay(subject.begun(record), record))
 
     with ThreadPoolExecutor(8) as pool:
         found = next(filter(None, pool.map(again, subject.records * 2)), "")
@@ -337,10 +192,9 @@ def nothing_after_the_end(subject: Subject) -> Finding:
     """A step after the end raises, or earns nothing and ends again."""
     over = [record for record in subject.records if record.ended]
     for record in over:
-        env = subject.domain.env()
-        env.start(record.task)
-        subject.replay(env, record)
-        more = step(env, record.actions[-1], subject.config.data.env_timeout_s)
+        env = subject.begun(record)
+        replay(env, record)
+        more = env.step(record.actions[-1])
         if isinstance(more, Observation) and (more.reward or not more.done):
             return Finding(
                 FAIL,
@@ -386,12 +240,8 @@ def rewards_differ(subject: Subject) -> Finding:
 
 def timing(subject: Subject) -> Finding:
     """How long calls take, and how large a state is."""
-    spent: dict[str, list[float]] = {}
-    for record in subject.records:
-        for name, seconds in record.seconds.items():
-            spent.setdefault(name, []).extend(seconds)
-    median = {name: float(np.median(seconds or [0.0])) for name, seconds in spent.items()}
-    size = max((len(state) for record in subject.records for state in record.states), default=0)
+    median = {name: float(np.median(seconds)) for name, seconds in subject.seconds.items()}
+    size = max(len(state) for _, states in subject.states for state in states)
     told = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in median.items())
     measured = f"medians: {told}; a state has up to {size:,} bytes"
     if median["step"] > SLOW_STEP_S:
@@ -406,23 +256,31 @@ def timing(subject: Subject) -> Finding:
     return Finding(PASS, measured)
 
 
-CHECKS: tuple[tuple[str, Callable[[Subject], Finding]], ...] = (
-    ("tasks", tasks_differ),
-    ("observations", answers_are_observations),
-    ("pickling", picklable),
-    ("determinism", repeatable),
-    ("snapshot round trip", snapshots_carry_all),
-    ("restore after restore", restored_again),
-    ("snapshots stay", snapshots_stay),
-    ("concurrent instances", instances_are_apart),
-    ("step after end", nothing_after_the_end),
-    ("calls counted", bad_calls_count),
-    ("rewards", rewards_differ),
-    ("timing", timing),
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A question to a domain, asked when those that it `needs` were answered well."""
+
+    name: str
+    ask: Callable[[Subject], Finding]
+    needs: tuple[str, ...] = ("calls return",)
+
+
+CHECKS = (
+    Check("tasks", tasks_are_there, ()),
+    Check("held-out tasks", tasks_differ, ("tasks",)),
+    Check("calls return", calls_return, ("tasks",)),
+    Check("observations", answers_are_observations),
+    Check("determinism", repeatable),
+    Check("pickling", picklable),
+    Check("snapshot round trip", snapshots_carry_all, ("pickling",)),
+    Check("restore after restore", restored_again, ("pickling",)),
+    Check("snapshots stay", snapshots_stay, ("pickling",)),
+    Check("timing", timing, ("pickling",)),  # of the calls above: one instance at a time
+    Check("concurrent instances", instances_are_apart),
+    Check("step after end", nothing_after_the_end),
+    Check("calls counted", bad_calls_count),
+    Check("rewards", rewards_differ),
 )
-
-
-RESTORING = {"snapshot round trip", "restore after restore", "snapshots stay"}  # need pickling
 
 
 def conform(domain: Domain, config: Config) -> list[Line]:
@@ -432,15 +290,17 @@ def conform(domain: Domain, config: Config) -> list[Line]:
     `Line("determinism", "fail", "task train-0, turn 1: ...", "draw any randomness from ...")`.
     """
     subject = Subject(domain, config)
-    lines: list[Line] = []
-    for name, check in CHECKS:
-        try:
-            failed = {line.check for line in lines if line.status == FAIL}
-            if name in RESTORING and "pickling" in failed:
-                found = Finding(SKIP, "needs snapshots that can be pickled")
-            else:
-                found = check(subject)
-            lines.append(Line(name, found.status, found.measured, found.remedy))
-        except Exception as error:  # whatever it is, it is this check's finding
-            lines.append(Line(name, FAIL, f"{type(error).__name__}: {error}", CONTRACT))
-    return lines
+    found: dict[str, Finding] = {}
+    for check in CHECKS:
+        missing = [name for name in check.needs if found[name].status not in (PASS, WARN)]
+        found[check.name] = (
+            Finding(SKIP, f"needs {missing[0]!r} to pass") if missing else _asked(check, subject)
+        )
+    return [Line(name, f.status, f.measured, f.remedy) for name, f in found.items()]
+
+
+def _asked(check: Check, subject: Subject) -> Finding:
+    try:
+        return check.ask(subject)
+    except Exception as error:  # whatever it is, it is this check's finding
+        return Finding(FAIL, f"{type(error).__name__}: {error}", CONTRACT)

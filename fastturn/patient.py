@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fastturn.config import Config
-from fastturn.conformance import step
 from fastturn.envs.base import Action
 from fastturn.episode import Episode, Point
 from fastturn.findings import FAIL, PASS, Finding
 from fastturn.pack import pack
+from fastturn.pool import within
 from fastturn.publish import TOLERANCE
 from fastturn.run import Run
 from fastturn.sampler.base import Request, SamplingParams
@@ -180,7 +180,8 @@ def other_weights(patient: Patient, change: Callable[[torch.Tensor], Any]) -> It
 def answer(run: Run, point: Point, action: Action) -> Any:
     """What the environment, restored, makes of an action."""
     env = Episode.resume(run.domain, point, ()).env
-    answer = step(env, action, run.config.data.env_timeout_s)
-    if isinstance(answer, Exception):
-        return answer
+    try:
+        answer = within(run.config.data.env_timeout_s, partial(env.step, action))
+    except Exception as error:  # the answer of an environment that fails
+        return error
     return answer.messages, answer.reward, answer.done, answer.events

@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 WORKERS = max(4, min(32, 2 * (os.cpu_count() or 1)))  # environments mostly wait for something
 
 
@@ -97,3 +98,17 @@ class Inbox:
             self._staff()
         for key in keys:
             self.put(key, DeadlineError(f"no answer within {self.deadline_s:g} s"))
+
+
+def within(deadline_s: float, function: Callable[[], T]) -> T:
+    """What `function` returns, or raises; `DeadlineError` when it takes longer than `deadline_s`.
+
+    Example: `within(1.0, lambda: 6 * 7)` is 42.
+    """
+    inbox = Inbox(deadline_s, workers=1)
+    inbox.call(None, function)
+    ((_, answer),) = inbox.get()
+    if isinstance(answer, Exception):
+        raise answer
+    result: T = answer
+    return result

@@ -16,10 +16,11 @@ import pytest
 from fastturn import conformance
 from fastturn.cli import main
 from fastturn.config import Config, ConfigError, Data
-from fastturn.conformance import Subject, conform, probes
+from fastturn.conformance import conform
 from fastturn.envs import Action, Message, Observation, Task
 from fastturn.envs.tools import Tool, run_calls
 from fastturn.findings import FAIL, PASS, SKIP, WARN
+from fastturn.recorded import Subject, probes
 
 ADD = Tool(
     "add",
@@ -158,11 +159,22 @@ class Formless(Counter):
         return [{"role": "user", "content": None}]
 
 
-class Hanging(Counter):
+class HangingStep(Counter):
     def step(self, action: Action) -> Observation:
         if not action.text:
             time.sleep(3)
         return super().step(action)
+
+
+class HangingStart(Counter):
+    def start(self, task: Task) -> list[Message]:
+        time.sleep(3)
+        return super().start(task)
+
+
+class HangingRestore(Counter):
+    def restore(self, snapshot: Any) -> None:
+        time.sleep(0.2)
 
 
 class Holding(Counter):
@@ -242,18 +254,34 @@ def test_calls_that_are_not_counted_are_a_warning() -> None:
     assert status == WARN and "1 calls, events ()" in measured
 
 
-def test_a_step_that_hangs_costs_its_deadline() -> None:
-    status, measured = lines(Counting(Hanging), env_timeout_s=0.05)["observations"]
-    assert status == FAIL and "DeadlineError" in measured
+@pytest.mark.parametrize(
+    ("env", "call"), [(HangingStep, "step(Action(text=''"), (HangingStart, "start(Task(id='t1'")]
+)
+def test_a_call_that_hangs_is_named_after_one_deadline(env: type[Counter], call: str) -> None:
+    start = time.monotonic()
+    found = lines(Counting(env), env_timeout_s=0.3)
+    assert time.monotonic() - start < 2.0
+    status, measured = found.pop("calls return")
+    assert status == FAIL and measured.startswith(call)
+    assert measured.endswith("has not returned within 0.3 s")
+    assert found.pop("tasks")[0] == found.pop("held-out tasks")[0] == PASS
+    assert {status for status, _ in found.values()} == {SKIP}
+
+
+def test_a_restore_that_hangs_fails_what_restores() -> None:
+    found = failed(Counting(HangingRestore), env_timeout_s=0.1)
+    assert found == {"snapshot round trip", "restore after restore", "snapshots stay"}
 
 
 def test_tasks() -> None:
-    assert "held-out tasks are training tasks" in lines(Counting(shared=True))["tasks"][1]
+    assert "held-out tasks are training" in lines(Counting(shared=True))["held-out tasks"][1]
     twice = Counting()
     twice.eval_tasks = [Task("t1", {"n": 0})]
-    assert "'t1' belongs to several" in lines(twice)["tasks"][1]
+    assert "'t1' belongs to several" in lines(twice)["held-out tasks"][1]
     twice.eval_tasks = []
-    assert lines(twice)["tasks"][0] == FAIL
+    found = lines(twice)
+    assert found.pop("tasks") == (FAIL, "3 training tasks, 0 held out")
+    assert {status for status, _ in found.values()} == {SKIP}
 
 
 def test_without_demonstrations_probes_are_enough() -> None:
@@ -274,7 +302,7 @@ def test_probes_follow_the_schema() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-env", "calculator", "data.eval_tasks=4"]) == 0
     shown = capsys.readouterr().out
-    assert "restore after restore" in shown and "12 pass" in shown
+    assert "restore after restore" in shown and "14 pass" in shown
     file = tmp_path / "broken.py"
     file.write_text(
         "from fastturn.envs import Observation, Task\n"
