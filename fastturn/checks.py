@@ -336,7 +336,8 @@ def path_rules(patient: Patient) -> Finding:
             env.restore(point.env_state)
             moves += env.carry_out(parse(turn.completion.action_A))[1]
         episodes.append(Episode(trunk.trajectory.task, moves, trunk.trajectory.success))
-    tried, lines = review(domain.rules, episodes)
+    deadline_s = patient.config.data.env_timeout_s
+    tried, lines = review(domain.rules, episodes, deadline_s=deadline_s)
     for line in lines:
         if line.status == FAIL and line.check in SOUND:
             return Finding(FAIL, line.measured, line.remedy)

@@ -162,7 +162,7 @@ def rules(options: argparse.Namespace) -> int:
         )
     shown = references(domain, config)
     played = scripted(domain, config, config.warm.compliant)
-    tried, lines = review(domain.rules, played, shown)
+    tried, lines = review(domain.rules, played, shown, deadline_s=config.data.env_timeout_s)
     lines.append(trained_on(config.rewards))
     if options.json:
         print(json.dumps({"rules": as_rows(tried), "checks": [asdict(x) for x in lines]}, indent=2))

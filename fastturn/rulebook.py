@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from fastturn.envs.base import Action, Task
 from fastturn.envs.calls import parse_action
 from fastturn.episode import stream_seed
 from fastturn.findings import FAIL, PASS, SKIP, WARN, Finding, Line
+from fastturn.pool import DeadlineError, Inbox
 from fastturn.rules import Judged, Rule, Ruled, RuleError
 from fastturn.types import Channel
 
@@ -100,6 +101,24 @@ def _played(domain: Ruled, task: Task, most: int) -> Episode:
             break
         messages = [*messages, {"role": "assistant", "content": text}, *answer.messages]
     return Episode(task.id, moves, earned >= SPREAD)
+
+
+def timely(tried: Tried, deadline_s: float) -> None:
+    """`RuleError` for a rule that has not judged all moves, or copies of them, by its deadline."""
+    moves = pickle.loads(pickle.dumps(list(tried.moves)))
+    inbox = Inbox(deadline_s, workers=1)
+    for rule in tried.rules:
+        inbox.call(rule.name, partial(_judged, rule, moves))
+        ((name, answer),) = inbox.get()
+        if isinstance(answer, DeadlineError):
+            raise RuleError(
+                f"the rule {name} has not judged {len(moves)} moves within {deadline_s:g} s "
+                f"(data.env_timeout_s); a rule reads the state and the action and waits for nothing"
+            ) from answer
+
+
+def _judged(rule: Rule, moves: Sequence[Move]) -> list[float]:
+    return [rule.judge(*move) for move in moves]
 
 
 def answers(tried: Tried) -> Finding:
@@ -238,12 +257,18 @@ DESIGN: tuple[tuple[str, Callable[[Tried], Finding]], ...] = (
 
 
 def review(
-    rules: Sequence[Rule], episodes: Sequence[Episode], shown: Sequence[Episode] = ()
+    rules: Sequence[Rule],
+    episodes: Sequence[Episode],
+    shown: Sequence[Episode] = (),
+    *,
+    deadline_s: float,
 ) -> tuple[Tried, list[Line]]:
     """What the rules said of `episodes`, and a line for each of `DESIGN`, the last about what is
-    `shown` as the right way; one line alone when a rule raises."""
+    `shown` as the right way; one line alone when a rule raises, or does not answer within
+    `deadline_s`."""
     tried = Tried(tuple(rules), episodes)
     try:
+        timely(tried, deadline_s)
         found = [(name, check(tried)) for name, check in DESIGN]
         found.append(("references comply", contradicted(Tried(tried.rules, shown))))
     except RuleError as error:

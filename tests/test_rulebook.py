@@ -95,14 +95,14 @@ def domain(tmp_path: Path, rules: str) -> tuple[Ruled, Config]:
 
 def statuses(tmp_path: Path, rules: str) -> dict[str, str]:
     found, config = domain(tmp_path, rules)
-    _, lines = review(found.rules, scripted(found, config, 0.0))
+    _, lines = review(found.rules, scripted(found, config, 0.0), deadline_s=9.0)
     return {line.check: line.status for line in lines}
 
 
 def test_the_documented_rules_pass_on_a_domain_that_has_what_they_read(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     found, config = domain(tmp_path, example)
-    tried, lines = review(found.rules, scripted(found, config, 0.0))
+    tried, lines = review(found.rules, scripted(found, config, 0.0), deadline_s=9.0)
     assert {line.status for line in lines[:-1]} == {PASS}, lines
     rates = {rule.name: tried.rate(rule) for rule in tried.rules}
     assert rates["answers_unchecked"] + rates["checks_first"] == pytest.approx(1.0)
@@ -139,14 +139,23 @@ def test_rules_that_punish_the_reference_are_named_with_its_tasks(tmp_path):
     unchecked = f"{WELL[0]} and not state.calls"
     found, config = domain(tmp_path, HEAD + PAIR.format(0.25, unchecked, WELL[1]))
     shown = references(found, config)
-    line = review(found.rules, shown, shown)[1][-1]
+    line = review(found.rules, shown, shown, deadline_s=9.0)[1][-1]
     bad = [episode.task for episode in shown if len(episode.moves) == 1]
     assert (line.check, line.status) == ("references comply", WARN)
     assert f"bad: {len(bad)}, such as {', '.join(bad[:5])}" in line.measured
     kept = [episode for episode in shown if episode.task not in bad]
-    assert review(found.rules, shown, kept)[1][-1].status == PASS
+    assert review(found.rules, shown, kept, deadline_s=9.0)[1][-1].status == PASS
     failed = [replace(episode, solved=False) for episode in shown]
-    assert review(found.rules, shown, failed)[1][-1].status == SKIP
+    assert review(found.rules, shown, failed, deadline_s=9.0)[1][-1].status == SKIP
+
+
+def test_a_rule_that_hangs_is_named(tmp_path):
+    hanging = "import time\nwhile state.calls: time.sleep(0.01)"
+    found, config = domain(tmp_path, HEAD + PAIR.format(0.25, hanging.replace("\n", "\n    "), ANY))
+    tried, lines = review(found.rules, scripted(found, config, 0.0), deadline_s=0.05)
+    assert not tried.episodes
+    assert [(line.check, line.status) for line in lines] == [("answers", FAIL)]
+    assert "the rule bad has not judged" in lines[0].measured and "0.05 s" in lines[0].measured
 
 
 def test_an_environment_that_hangs_is_named_wherever_scripts_play(tmp_path, monkeypatch):
