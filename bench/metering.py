@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench metering grpo --meters on --no-record
 
-The same short iteration again and again (a learning rate that moves nothing, the cursor set back),
+The same iteration again and again (a learning rate that moves nothing, the cursor set back),
 in CPU seconds. Other users of a machine change what a second is worth many times a second, so the
 meter is on and off in turns that are shorter than that: it changes at every forward of a module and
 at every event. A pair is two iterations in which all turns are the other way round, so each piece
@@ -34,7 +34,7 @@ from .record import Measured
 
 WARM_STEPS, SPANS = 300, 20_000
 ALGORITHMS, METERS = ("grpo", "rtpo"), ("on", "trace")
-STILL = ("tasks=4", "optim.lr=1e-15", "iterations=100000", "warm.steps=0")  # weights stay
+STILL = ("optim.lr=1e-15", "iterations=100000", "warm.steps=0")  # weights stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def rows(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser("metering", __doc__, repeats=300)
+    parser = command.parser("metering", __doc__, repeats=150)
     known = command.one_of("algorithm", ALGORITHMS)
     parser.add_argument("algorithms", nargs="*", type=known, metavar="|".join(ALGORITHMS))
     parser.add_argument("--meters", nargs="+", choices=METERS, default=METERS)
