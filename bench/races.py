@@ -226,7 +226,7 @@ def recorded(path: Path = RACES) -> list[Result]:
     if not path.exists():
         return []
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             found.append(_result(line))
         except (ValueError, KeyError, TypeError) as error:
@@ -237,7 +237,7 @@ def recorded(path: Path = RACES) -> list[Result]:
     return found
 
 
-def _result(text: str) -> Result:
+def _result(text: bytes) -> Result:
     line = json.loads(text)
     race = dict(line["race"])
     race["settings"] = tuple(race["settings"])

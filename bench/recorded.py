@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from .record import RESULTS, ROOT, Row, git
+
+KINDS = get_type_hints(Row)
 
 
 class ForeignRow(ValueError):
@@ -16,17 +20,29 @@ class ForeignRow(ValueError):
 
 def read(path: Path) -> list[Row]:
     """The rows of a results file, oldest first. `ForeignRow` names the line that is none."""
-    names = {field.name for field in fields(Row)}
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            values = json.loads(line)
-            found.append(Row(**{name: values[name] for name in names}))
+            found.append(_row(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise ForeignRow(
                 f"{path}, line {number}: expected a row of a benchmark ({error}); restore the file"
             ) from error
     return found
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    """`ValueError` for a value that is not of the kind that `Row` says, NaN included."""
+    for name, kind in KINDS.items():
+        value = values[name]
+        fits = isinstance(value, str) if kind is str else _finite(value)
+        if not fits:
+            raise ValueError(f"{name} is {value!r}")
+    return Row(**{name: values[name] for name in KINDS})
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def history(root: Path = ROOT) -> set[str]:

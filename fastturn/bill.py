@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fastturn.config import ConfigError
 from fastturn.ledger import WAITS, WAITS_WITH_SERVERS, levels
 from fastturn.meter import SPANS
 from fastturn.numerals import percent, plural
@@ -116,8 +117,10 @@ def bill(run: RunFiles, price: float | None = None) -> dict[str, Any]:
 
 
 def show_slowest(run: RunFiles, console: Console) -> None:
-    """Print all parts, and what would reduce the largest one."""
+    """Print all parts, and what would reduce the largest one; `ConfigError` before the first."""
     found, whole = parts(run), sum(parts(run).values())
+    if not whole:
+        raise ConfigError(f"--slowest {run.name}: expected a run with a finished step, it has none")
     devices = plural(run.summary.get("devices", 1), "device")
     table = Table("part", "device-seconds", "share", "what it is", title=f"{run.name}, {devices}")
     for row in shares(found, whole):

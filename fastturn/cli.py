@@ -40,6 +40,7 @@ KNOWN_ERRORS = (
     ("fastturn.render", "TemplateError", BAD_INPUT),
     ("fastturn.rules", "RuleError", BAD_INPUT),
     ("fastturn.run", "RunError", FAILED),
+    ("fastturn.records", "DamagedFile", BAD_INPUT),
     ("fastturn.sampler.server", "EngineError", FAILED),
     ("fastturn.serve", "ServeError", FAILED),
     ("fastturn.publish", "PublishError", FAILED),

@@ -72,13 +72,7 @@ def _results_folder(out: Path) -> Path:
 
 
 def report(options: argparse.Namespace) -> int:
-    path: Path = options.path
-    if not (path / "records.jsonl").is_file():
-        reason = "it holds no records.jsonl" if path.is_dir() else "there is no such folder"
-        raise ConfigError(
-            f"report {path}: expected the folder of a run, but {reason}; "
-            f"name one that fastturn train has written"
-        )
+    path = _folder_of_run("report", options.path)
     from fastturn.report import write_report
 
     if options.servers:
@@ -98,6 +92,17 @@ def report(options: argparse.Namespace) -> int:
         if options.slowest:
             show_slowest(run, console)
     return 0
+
+
+def _folder_of_run(what: str, path: Path) -> Path:
+    """`path`; `ConfigError` when no run has written records there."""
+    if not (path / "records.jsonl").is_file():
+        reason = "it holds no records.jsonl" if path.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"{what} {path}: expected the folder of a run, but {reason}; "
+            f"name one that fastturn train has written"
+        )
+    return path
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -205,15 +210,15 @@ def plan(options: argparse.Namespace) -> int:
 
     device = device_called(options.device)
     runs, predicted = (
-        [observed(load(folder), counter(folder)) for folder in folders]
-        for folders in (options.calibrate, options.predict)
+        [observed(load(_folder_of_run(what, path)), counter(path)) for path in folders]
+        for what, folders in (("--calibrate", options.calibrate), ("--predict", options.predict))
     )
     if predicted and not runs:
         raise ConfigError("--predict: nothing to predict from; name other runs by --calibrate")
     factors = fitted(runs, device) if runs else None
     known = lengths_for(config, runs) if runs else None
     if options.run is not None:
-        known = run_lengths(load(options.run), counter(options.run))
+        known = run_lengths(load(_folder_of_run("--run", options.run)), counter(options.run))
     lengths = lengths_of(options.lengths, known)
     case = Case(config, device, options.gpus, lengths, config.seed, factors)
     if options.json:

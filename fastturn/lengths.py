@@ -48,6 +48,10 @@ FITTED: dict[str, dict[str, float]] = {
     },
 }
 FEWEST = 20  # observations that a run's distribution is taken from
+# Most of a field by how its name ends: shares, and spreads, of which 4 means that one length of a
+# hundred is 11,000 times the median.
+MOST = {"silent": 1.0, "silent_whole": 1.0, "played": 1.0, "spread": 4.0}
+LONGEST = 1e7  # tokens, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +163,11 @@ def lengths_of(words: Sequence[str], known: Lengths | None = None) -> Lengths:
 def _checked(lengths: Lengths) -> Lengths:
     for field in fields(lengths):
         value = getattr(lengths, field.name)
-        share = field.name.startswith("silent") or field.name == "played"
-        most = 1.0 if share else float("inf")
-        if not 0 <= value <= most or (field.name == "action" and value < 1):
+        least = 1.0 if field.name == "action" else 0.0
+        most = next((MOST[end] for end in MOST if field.name.endswith(end)), LONGEST)
+        if not least <= value <= most:
             raise ConfigError(
-                f"--lengths {field.name}={value:g}: expected 0 to {most:g}, actions 1"
+                f"--lengths {field.name}={value:g}: expected a number from {least:g} to {most:g}"
             )
     return lengths
 

@@ -14,6 +14,10 @@ TIMING_KEYS = frozenset(
 )
 
 
+class DamagedFile(ValueError):
+    """A file of a run that does not hold what the run wrote: names it, and the remedy."""
+
+
 def untimed(record: Mapping[str, Any]) -> dict[str, Any]:
     """`record` without its timings, at any depth: what two runs of one seed have in common.
 
@@ -29,7 +33,7 @@ def untimed(record: Mapping[str, Any]) -> dict[str, Any]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file; [] when it is missing. A half-written last line is left out.
 
-    Raises `ValueError` naming file and line for anything else that is not a JSON object.
+    Raises `DamagedFile` naming file and line for anything else that is not a JSON object.
     """
     if not path.exists():
         return []
@@ -41,7 +45,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise ValueError(
+            raise DamagedFile(
                 f"{path}, line {number}: expected one JSON object a line, found {line[:60]!r}; "
                 f"delete the line"
             )
@@ -94,7 +98,7 @@ class Lines:
         size = self._file.seek(0, os.SEEK_END)
         if size < length:
             self._file.close()
-            raise ValueError(
+            raise DamagedFile(
                 f"{path} holds {size} bytes, the checkpoint was made when it held {length}; "
                 f"restore the file, or start again in another folder"
             )

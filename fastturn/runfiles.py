@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastturn.meter import NONFINITE
-from fastturn.records import read_lines
+from fastturn.records import DamagedFile, read_lines
 
 Record = dict[str, Any]
 # What the learner measures: unknown, not 0, in a stage whose groups were all silent.
@@ -95,7 +95,7 @@ class RunFiles:
 
 
 def load(out: Path) -> RunFiles:
-    """The files of the run in `out`. Raises `ValueError`, naming the file, for what is no JSON."""
+    """The files of the run in `out`. Raises `DamagedFile` for what is no JSON."""
     settings = _read_json(out / "config.json")
     return RunFiles(
         name=out.resolve().name,
@@ -140,7 +140,7 @@ def _read_json(path: Path) -> Record:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: expected a JSON object ({error}); delete the file") from error
+        raise DamagedFile(f"{path}: expected a JSON object ({error}); delete the file") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; delete it")
+        raise DamagedFile(f"{path}: expected a JSON object, got {type(value).__name__}; delete it")
     return value

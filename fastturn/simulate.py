@@ -360,14 +360,15 @@ def iteration(
     work: Work, lengths: Lengths, speed: Speed, layout: Layout, seed: int = 0
 ) -> Iteration:
     """One iteration. Without savings: every group is trained on, every sibling with a context of
-    its own, and trainer and servers take turns. "silent": groups without a signal are left out;
+    its own, and trainer and servers take turns. "silent": groups without a signal are left out, and
+    of stages of such groups alone (silent independently of each other) the step and the publish;
     "share": a context is read once a group, by servers and by the trainer; "stream": groups are
     trained while others decode; "prefetch": the next trunks grow while servers would be idle."""
     rng, found = np.random.default_rng(seed), Iteration(layout)
     cost = speed, layout
     roots = work.tasks * work.trunks if work.reverse else work.tasks
     trunks = stage(roots, 1, 0, work, lengths, cost, rng=rng) if work.reverse else None
-    idle_s = 0.0
+    idle_s, same = 0.0, 1.0  # the chance that weights are those of the last publish
     reach_K = reach(work.turns, lengths.played)
     for number, turn in enumerate(reversed(range(work.turns)) if work.reverse else [0]):
         groups = round(roots * reach_K[turn])
@@ -376,13 +377,16 @@ def iteration(
         sampled = stage(groups, work.siblings, turn, work, lengths, cost, rng=rng)
         silent = lengths.silent if work.reverse else lengths.silent_whole
         tokens = tokens_trained(turn, work, lengths, "share" in layout.savings)
-        kept = 1.0 - silent if "silent" in layout.savings else 1.0
-        group_s = (kept * tokens * speed.train_s + speed.pass_s / groups) / layout.trainers
-        idle_s += _train(found, sampled, group_s, layout)
-        found.add("optimizer", speed.update_s / layout.trainers)
-        if number % layout.publish_every == 0:
+        left_out = silent if "silent" in layout.savings else 0.0
+        step = 1.0 - left_out**groups  # the chance that any group is read
+        read_s = (1.0 - left_out) * tokens * speed.train_s
+        idle_s += _train(found, sampled, (read_s + step * speed.pass_s / groups), layout)
+        found.add("optimizer", step * speed.update_s / layout.trainers)
+        same *= 1.0 - step
+        if (number + 1) % layout.publish_every == 0 or turn == 0:
             pause_s = 0.0 if layout.together else speed.pause_s
-            found.add("publish", speed.publish_s + pause_s)
+            found.add("publish", (1.0 - same) * (speed.publish_s + pause_s))
+            same = 1.0
         found.book(sampled, groups * (1.0 - silent), speed)
     if trunks is not None:
         found.book(trunks, 0.0, speed)
@@ -391,8 +395,10 @@ def iteration(
     return found
 
 
-def _train(found: Iteration, sampled: Decoded, group_s: float, layout: Layout) -> float:
-    """Book a stage's decode and training; returns how long servers were idle in it."""
+def _train(found: Iteration, sampled: Decoded, gpu_s: float, layout: Layout) -> float:
+    """Book a stage's decode and training, `gpu_s` of a GPU for a group; returns how long servers
+    were idle in it."""
+    group_s = gpu_s / layout.trainers
     decode_s, train_s = float(sampled.whole_G[-1]), group_s * len(sampled.whole_G)
     if "stream" in layout.savings and layout.apart:
         done_s = 0.0

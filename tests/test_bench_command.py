@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from dataclasses import asdict
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -132,8 +133,25 @@ def test_recorded_rows_are_read_back_and_damage_is_named(tmp_path: Path) -> None
     assert results.row("pack/x", "fastturn", "time").p50 == 2.0 and len(results.shown) == 1
     with pytest.raises(ForeignRow, match="no such row in bench/results"):
         results.row("pack/x", "liger", "time")
-    path.write_text('{"bench": "pack"}\n')
-    with pytest.raises(ForeignRow, match=r"pack\.jsonl, line 1: expected a row"):
+
+
+DAMAGE = {
+    "cut": b'{"bench": "pack", "ca',
+    "a list": b"[1, 2]",
+    "no text": b"\xff\xfe\x00",
+    "a field less": b'{"bench": "pack"}',
+    **{
+        f"{name}={value}": json.dumps(asdict(row(1.0)) | {name: value}).encode()
+        for name, value in {"p50": "fast", "p20": None, "p80": math.nan, "commit": 5}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("line", DAMAGE.values(), ids=DAMAGE)
+def test_a_line_that_is_no_row_is_named(line: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path / "pack.jsonl", row(1.0))
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(ForeignRow, match=r"pack\.jsonl, line 2: expected a row"):
         read(path)
 
 

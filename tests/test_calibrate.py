@@ -136,7 +136,16 @@ def test_plan_shows_predicted_beside_measured(
     assert cli.main([*words, "--predict", str(tmp_path)]) == 2
     assert "name other runs by --calibrate" in capsys.readouterr().err
     assert cli.main([*words, "--calibrate", str(tmp_path / "none")]) == 2
-    assert "none: expected a run with whole iterations" in capsys.readouterr().err
+    assert "expected the folder of a run, but there is no such" in capsys.readouterr().err
+    (tmp_path / "records.jsonl").write_text("")
+    assert cli.main([*words, "--calibrate", str(tmp_path)]) == 2
+    assert "expected a run with whole iterations, it has none" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path), "--slowest"]) == 2
+    assert "expected a run with a finished step" in capsys.readouterr().err
+    (tmp_path / "records.jsonl").write_text('{"kind": 3, "x":\n')
+    for command in ([*words, "--run"], ["report"]):
+        assert cli.main([*command, str(tmp_path)]) == 2
+        assert "line 1: expected one JSON object a line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", calibration.ALGORITHMS)

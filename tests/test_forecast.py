@@ -115,6 +115,24 @@ def test_no_saving_ever_costs(
     assert again.spans == found["prefetch"].spans
 
 
+def test_stages_that_are_silent_as_a_whole_take_no_step_and_no_publish() -> None:
+    """One task: every stage has one group, of which every fourth has a signal."""
+    work, lengths = Work(1, 3, 3), Lengths(silent=0.75, played=1.0)
+
+    def spans(savings: tuple[str, ...], every: int = 1) -> dict[str, float]:
+        layout = Layout(1, savings=frozenset(savings), publish_every=every, together=True)
+        return iteration(work, lengths, replace(SPEED, train_s=0.0, pass_s=1.0), layout).spans
+
+    assert spans(())["optimizer"] == 3 * SPEED.update_s and spans(())["publish"] == 3 * 0.25
+    assert spans(("silent",))["optimizer"] == pytest.approx(0.25 * 3 * SPEED.update_s)
+    assert spans(("silent",))["publish"] == pytest.approx(0.25 * 3 * 0.25)
+    assert spans(("silent",))["forward_backward"] == pytest.approx(0.25 * 3)
+    # The first two stages share a publish, which is left out when both are silent.
+    twice = spans(("silent",), every=2)["publish"]
+    assert twice == pytest.approx(0.25 * (1 - 0.75**2) + 0.25 * 0.25)
+    assert spans((), every=2)["publish"] == 2 * 0.25
+
+
 def test_ten_thousand_gpus_are_no_slower_than_a_thousand() -> None:
     speed, work = Speed.of(device_called("h100"), QWEN), Work(20_000, 2, 2)
     walls = [iteration(work, Lengths(), speed, Layout(n, n)).wall_s for n in (500, 5000)]
@@ -169,7 +187,7 @@ def test_lengths_of_a_run_and_of_the_command_line() -> None:
     assert found.silent_whole == Lengths().silent_whole
     with pytest.raises(ConfigError, match="r: expected a run with whole iterations"):
         run_lengths(replace(run, records=[]))
-    with pytest.raises(ConfigError, match=r"--lengths silent=1\.5: expected 0 to 1"):
+    with pytest.raises(ConfigError, match=r"--lengths silent=1\.5: expected a number from 0 to 1"):
         lengths_of(["silent=1.5"])
 
 
@@ -207,12 +225,21 @@ def test_plan_prints_what_was_assumed_and_found(
     [
         (["--device", "V100"], f"expected one of {', '.join(d.name for d in DEVICES)}"),
         (["--lengths", "acton=3"], "the nearest is 'action'"),
+        (["--lengths", "tool_s=inf"], "tool_s=inf: expected a number from 0 to 1e+07"),
+        (["--lengths", "spread=9"], "spread=9: expected a number from 0 to 4"),
+        (["--lengths", "action=0"], "action=0: expected a number from 1 to 1e+07"),
+        (["--run", "nowhere"], "--run nowhere: expected the folder of a run, but there is no such"),
+        (["--calibrate", "docs"], "--calibrate docs: expected the folder of a run, but it holds"),
         (["algorithm=dapo"], "only algorithms that sample like rtpo or grpo"),
         (["model.path=some/hub-id"], "its shape is unknown until it has been downloaded"),
     ],
 )
 def test_bad_input_is_named(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
     assert cli.main(["plan", "quickstart", *words]) == 2
     assert message in capsys.readouterr().err

@@ -58,8 +58,8 @@ def test_words_name_a_table_and_change_it() -> None:
     assert lengths_of([]) == Lengths()
     for words, message in (
         (["gsm9k"], "or one of tool-dialogues, gsm8k, hotpotqa"),
-        (["played=2"], "played=2: expected 0 to 1"),
-        (["action=0"], "actions 1"),
+        (["played=2"], "played=2: expected a number from 0 to 1"),
+        (["action=0"], "action=0: expected a number from 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             lengths_of(words)
