@@ -8,14 +8,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastturn.config import Config
+from fastturn.config import Config, ConfigError
 from fastturn.envs.base import Domain, DomainError, Message, Task
 from fastturn.episode import stream_seed
 from fastturn.pool import DeadlineError, Inbox
 from fastturn.render import Renderer
+from fastturn.rules import RuleError
+from fastturn.template import TemplateError
 from fastturn.types import Boundary, Completion, Ending, Stop, Trajectory, Turn
 
 T = TypeVar("T")
+NAMED = (ConfigError, DomainError, RuleError, TemplateError)  # they say what is wrong themselves
 
 
 def demonstrate(
@@ -39,10 +42,11 @@ def demonstrate(
 
 
 def in_time(play: Callable[[Task], T], tasks: Iterable[Task], config: Config) -> Iterator[T]:
-    """`play` of every task, an episode of scripted actions; what it raises is raised here.
+    """`play` of every task, an episode of scripted actions; raises `DomainError` for one that
+    fails, and what has a name of its own.
 
-    An episode may take as long as all of its environment steps. One that takes longer raises
-    `DomainError`: nothing may hang before training has begun.
+    An episode may take as long as all of its environment steps. One that takes longer has failed:
+    nothing may hang before training has begun.
     """
     inbox = Inbox(config.turns * config.data.env_timeout_s, workers=1)
     for task in tasks:
@@ -54,8 +58,13 @@ def in_time(play: Callable[[Task], T], tasks: Iterable[Task], config: Config) ->
                 f"within {inbox.deadline_s:g} s; look for what its environment or a rule waits "
                 f"for, or raise data.env_timeout_s={config.data.env_timeout_s:g}"
             ) from answer
-        if isinstance(answer, Exception):
+        if isinstance(answer, NAMED):
             raise answer
+        if isinstance(answer, Exception):
+            raise DomainError(
+                f"task {task.id}: its scripted episode raised {type(answer).__name__}: {answer}; "
+                f"fastturn check-env shows what is wrong with its environment"
+            ) from answer
         yield answer
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from fastturn.config import ConfigError
+from fastturn.config import Config, ConfigError
 from fastturn.envs.base import Domain, DomainError, Env, Message, Task
+from fastturn.pool import within
 from fastturn.render import Conversation
 from fastturn.types import Boundary, Ending, Ids, SiblingGroup, Trajectory, Trunk, Turn
 
@@ -22,14 +24,15 @@ def stream_seed(*key: object) -> int:
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def begin(domain: Domain, task: Task) -> tuple[Env, list[Message]]:
+def begin(domain: Domain, task: Task, config: Config) -> tuple[Env, list[Message]]:
     """A new environment in which `task` has begun, and its first messages.
 
-    Raises `DomainError` for one that cannot begin: no episode of it is possible.
+    Raises `DomainError` for one that cannot begin, or takes longer than a step may: no episode of
+    it is possible.
     """
     env = domain.env()
     try:
-        return env, env.start(task)
+        return env, within(config.data.env_timeout_s, partial(env.start, task))
     except (ConfigError, DomainError):
         raise
     except Exception as error:

@@ -81,7 +81,7 @@ def idle(domain: Domain, tasks: Sequence[Task], config: Config) -> float:
     fails at that is not; `DomainError` for one that hangs."""
 
     def solved(task: Task) -> bool:
-        env, _ = begin(domain, task)
+        env, _ = begin(domain, task, config)
         reward = 0.0
         for _ in range(config.turns):
             try:

@@ -29,6 +29,7 @@ from fastturn.energy import open_energy
 from fastturn.engines import sampling_side
 from fastturn.envs import load_domain
 from fastturn.envs.base import Domain
+from fastturn.episode import begin
 from fastturn.learner import Learner
 from fastturn.memory import require_memory
 from fastturn.meter import Follower, Meter
@@ -316,7 +317,8 @@ def require_room(run: Run) -> None:
     """`ConfigError` before anything is computed when no task of a sample leaves room to answer."""
     tasks = [task for of in (run.domain.train_tasks, run.domain.eval_tasks) for task in of[:16]]
     renderer = run.rollout.renderer
-    lengths = [len(renderer.start(run.domain.env().start(task)).context_T) for task in tasks]
+    starts = [begin(run.domain, task, run.config)[1] for task in tasks]
+    lengths = [len(renderer.start(messages).context_T) for messages in starts]
     if min(lengths) + 1 > run.config.model.max_context:
         shortest = tasks[lengths.index(min(lengths))]
         raise ConfigError(
@@ -326,12 +328,23 @@ def require_room(run: Run) -> None:
         )
 
 
+def _require_tasks(domain: Domain, config: Config) -> None:
+    """`ConfigError` when there is nothing to train on, or nothing to be tried on."""
+    trained, held_out = len(domain.train_tasks), len(domain.eval_tasks)
+    if not trained or not held_out:
+        raise ConfigError(
+            f"data.domain={config.data.domain!r}: it has {trained} training and {held_out} "
+            f"held-out tasks; a run needs some of both"
+        )
+
+
 def _build(
     config: Config, out: Path, world: World, meter: Meter | Follower, progress: Progress
 ) -> Run:
     """A fresh run: data first (its errors are the cheapest), then tokenizer, model, sampler."""
     torch.manual_seed(config.seed)
     domain = load_domain(config)
+    _require_tasks(domain, config)
     if config.model.path:
         policy, tokenizer = Policy.load(config)
     else:

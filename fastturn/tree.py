@@ -99,7 +99,7 @@ class Rollout:
         with self.clock.span("environment"):
             for task in self.peers.mine(tasks):
                 found.append([])
-                env, messages = begin(self.domain, task)
+                env, messages = begin(self.domain, task, self.config)
                 conversation = self.renderer.start(messages)
                 if not self.renderer.fits(conversation):
                     logger.warning(

@@ -14,6 +14,8 @@ import torch
 from fastturn import cli
 from fastturn.config import override
 from fastturn.envs import load_domain
+from fastturn.envs.base import DomainError, Task
+from fastturn.episode import begin
 from fastturn.evaluate import idle
 from fastturn.policy import Policy
 from fastturn.recipes import quickstart
@@ -137,6 +139,41 @@ def test_a_broken_environment_is_named(
     asked = ["eval", str(model), "--tasks", f"{file}:{name}", "--out", str(tmp_path / "out")]
     assert cli.main([*asked, *limits]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Starts", "task t: its scripted episode raised KeyError: 'boom'"),
+        ("Hangs", "task t: a scripted episode of at most 4 turns has not ended within"),
+        ("Empty", "it has 0 training and 0 held-out tasks; a run needs some of both"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "probe"])
+def test_no_run_begins_in_a_broken_environment(
+    command: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    out = ["--out", str(tmp_path / "out")] if command == "train" else []
+    pairs = [f"data.domain={file}:{name}", "data.env_timeout_s=0.1", "trackers=none"]
+    assert cli.main([command, "quickstart", *out, *pairs]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_environment_that_starts_too_late_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        BROKEN
+        + """
+class Late(Domain):
+    class Env(Domain.Env):
+        def start(self, task): time.sleep(60)
+"""
+    )
+    config = override(quickstart(), [f"data.domain={file}:Late", "data.env_timeout_s=0.1"])
+    with pytest.raises(DomainError, match=r"task e: .*does not start \(DeadlineError: no answer"):
+        begin(load_domain(config), Task("e"), config)
 
 
 def test_an_environment_that_fails_loses_its_episodes_and_no_more(

@@ -107,7 +107,7 @@ class CalculatorDomain:
         self._described = bool(config.model.path)
         self._timeout_s = config.data.tool_timeout_s
         self.tools: list[dict[str, Any]] = [_TOOL.schema] if self._described else []
-        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data.eval_tasks)
+        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data)
         self.train_tasks: Sequence[Task] = TrainTasks(draw, config.seed, self.eval_tasks)
 
     def env(self) -> Env:

@@ -6,9 +6,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
+from fastturn.config import ConfigError, Data
 from fastturn.envs.base import Task
 
 TRAIN_TASKS = 1_000_000
+PATIENCE = 10_000  # draws in a row that bring nothing new, after which there is nothing more
 _EVAL_SEED = "held-out"  # the same held-out tasks for every run, whatever its seed
 
 Draw = Callable[[random.Random], Mapping[str, Any]]
@@ -45,12 +47,21 @@ class TrainTasks(Sequence[Task]):
                 return Task(f"train-{self._seed}-{number}", data)
 
 
-def held_out_tasks(draw: Draw, count: int) -> list[Task]:
-    """`count` tasks that ask different questions, the same in every run."""
+def held_out_tasks(draw: Draw, data: Data) -> list[Task]:
+    """`data.eval_tasks` tasks that ask different questions, the same in every run.
+
+    Raises `ConfigError` when there are no more, or none would be left to train on.
+    """
     rng = random.Random(_EVAL_SEED)
     tasks: dict[str, Task] = {}
-    while len(tasks) < count:
-        data = draw(rng)
-        if data["question"] not in tasks:
-            tasks[data["question"]] = Task(f"eval-{len(tasks)}", data)
-    return list(tasks.values())
+    while len(tasks) <= data.eval_tasks:  # the last one is left to train on
+        draws = (draw(rng) for _ in range(PATIENCE))
+        new = next((drawn for drawn in draws if drawn["question"] not in tasks), None)
+        if new is None:
+            raise ConfigError(
+                f"data.eval_tasks={data.eval_tasks}: data.domain={data.domain!r} has only "
+                f"{len(tasks)} different tasks, and some are needed to train on; set "
+                f"data.eval_tasks={len(tasks) // 2}, or options that make more tasks"
+            )
+        tasks[new["question"]] = Task(f"eval-{len(tasks)}", new)
+    return list(tasks.values())[: data.eval_tasks]

@@ -190,7 +190,7 @@ class StateDomain(Generic[S]):
         described = world.tools.values() if self._described else ()
         self.tools: list[dict[str, Any]] = [tool.schema for tool in described]
         draw = partial(world.draw, world.levels[level])
-        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data.eval_tasks)
+        self.eval_tasks: Sequence[Task] = held_out_tasks(draw, config.data)
         self.train_tasks: Sequence[Task] = TrainTasks(draw, config.seed, self.eval_tasks)
 
     def env(self) -> Env:

@@ -31,6 +31,7 @@ from fastturn.envs.base import Action, Message, Observation, Task, ToolCall, reg
 from fastturn.envs.replay import Replayed, ReplayError, try_replay
 from fastturn.envs.rows import split_off
 from fastturn.envs.tools import Tool, run_calls
+from fastturn.pool import within
 
 logger = logging.getLogger(__name__)
 TRIED = (Action(""), Action("\\boxed{1}"), Action("yes"))  # before training, to see it replayed
@@ -211,7 +212,9 @@ class Hub:
         self._tools = {tool.name: _tool(tool) for tool in env.tool_defs or ()}
         self.tools = [tool.schema for tool in self._tools.values()]
         try:
-            try_replay(self._rollout, self.train_tasks[0], TRIED)
+            first = self.train_tasks[0]
+            trial = functools.partial(try_replay, self._rollout, first, TRIED)
+            within(config.data.env_timeout_s, trial)
         except ReplayError as error:
             raise ConfigError(
                 f"data.domain=verifiers: {name} is not replayable: {error}"
@@ -219,7 +222,7 @@ class Hub:
         except Exception as error:
             raise ConfigError(
                 f"data.domain=verifiers: {name} cannot be played ({type(error).__name__}: "
-                f"{error}); see what it needs: keys, servers, arguments"
+                f"{error}); see what it needs: keys, servers, arguments, time (data.env_timeout_s)"
             ) from error
 
     def _rollout(self) -> Rollout:

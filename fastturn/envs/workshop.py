@@ -237,9 +237,7 @@ class Workshop:
         self._described = bool(config.model.path)
         used = (*((_TAKE,) if take else ()), _SET, _GAUGE) if self._described else ()
         self.tools: list[dict[str, Any]] = [tool.schema for tool in used]
-        self.eval_tasks: Sequence[Task] = held_out_tasks(
-            partial(draw, market=0.0), config.data.eval_tasks
-        )
+        self.eval_tasks: Sequence[Task] = held_out_tasks(partial(draw, market=0.0), config.data)
         self.train_tasks: Sequence[Task] = TrainTasks(draw, config.seed, self.eval_tasks)
 
     def env(self) -> Env:

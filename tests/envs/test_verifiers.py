@@ -36,6 +36,7 @@ PACKAGES = [
     ),
 ]
 HEAD = """
+import asyncio
 import random
 import verifiers as vf
 
@@ -96,6 +97,12 @@ class Guess(Guess):
 class Guess(Guess):
     async def get_prompt_messages(self, state):
         return [{"role": "user", "content": str(len(state["trajectory"]))}]
+""",
+    "stuck": GUESS
+    + """
+class Guess(Guess):
+    async def env_response(self, messages, state):
+        await asyncio.sleep(60)
 """,
     "together": GUESS.replace("[right]", "[best]")
     + """
@@ -193,6 +200,7 @@ def test_the_contract(package: None, name: str) -> None:
     [
         ("drawn", r"ft-drawn is not replayable: task train-0: replayed, turn 1.*differently"),
         ("rewritten", r"ft-rewritten cannot be played \(RuntimeError: .*rewrote earlier messages"),
+        ("stuck", r"ft-stuck cannot be played \(DeadlineError: .*time \(data\.env_timeout_s\)"),
         ("together", r"ft-together compares rollouts of a group"),
         ("unready", r"env=ft-unready: .*SOME_API_KEY"),
         ("gone", r"env=ft-gone: Could not import .*name an environment whose package is installed"),
@@ -200,7 +208,7 @@ def test_the_contract(package: None, name: str) -> None:
 )
 def test_what_cannot_be_trained_on_is_refused(package: None, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        loaded(name)
+        loaded(name, env_timeout_s=2.0)
 
 
 def test_loading_leaves_signals_alone(package: None) -> None:

@@ -54,6 +54,14 @@ def played(task: Task, actions: Sequence[Action]) -> list[Observation]:
 GOOD = (call("set", 47), call("set", 82))
 
 
+def test_more_held_out_orders_than_there_are() -> None:
+    domain = load_domain(replace(CONFIG, data=Data(domain="workshop:steps=1", eval_tasks=89)))
+    held_out = {task.data["question"] for task in domain.eval_tasks}
+    assert len(held_out) == 89 and domain.train_tasks[0].data["question"] not in held_out
+    with pytest.raises(ConfigError, match=r"eval_tasks=90: .*steps=1' has only 90 different tasks"):
+        load_domain(replace(CONFIG, data=Data(domain="workshop:steps=1", eval_tasks=90)))
+
+
 @pytest.mark.parametrize("flawed", [False, True])
 @pytest.mark.parametrize("gauges", [0, 1, 2])
 def test_only_all_gauges_mend_a_flaw(flawed, gauges):
