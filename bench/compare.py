@@ -2,14 +2,17 @@
 
     .venv/bin/fastturn bench pack --compare HEAD~1 HEAD
     .venv/bin/fastturn bench --compare old.jsonl new.jsonl
+    .venv/bin/python scripts/bench compare HEAD~1 HEAD ops attention --repeats 3
 
 Revisions are measured now, round by round, A and B taking turns, each in processes of its own; the
-ratio of their medians within each round has a 95 % bootstrap interval. Of files there is only what
-they hold: the ratio of the medians, between the ratios of the outer percentiles.
+third form takes any benchmark with its options. The ratio of their medians within each round has a
+95 % bootstrap interval. Of files there is only what they hold: the ratio of the medians, between
+the ratios of the outer percentiles.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -25,6 +28,7 @@ from pathlib import Path
 from .algorithms import interval
 from .record import ROOT, Row
 from .recorded import ForeignRow, read, require_history
+from .suites import Words
 
 NOISE = 0.02  # a change smaller than this is none
 Key = tuple[str, str, str]  # case, provider, metric
@@ -106,19 +110,17 @@ def package(revision: str, folder: Path) -> Path:
     return path
 
 
-def measured(path: Path, module: str, argv: Sequence[str]) -> dict[Key, float]:
-    """Medians of one run of a suite."""
-    command = [sys.executable, "-c", MEDIANS, module, *argv, "--no-record"]
+def measured(path: Path, words: Words) -> dict[Key, float]:
+    """Medians of one run of a benchmark."""
+    command = [sys.executable, "-c", MEDIANS, *words, "--no-record"]
     environment = os.environ | {"PYTHONPATH": str(path)}
     done = subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True)
     if done.returncode:
-        raise ForeignRow(f"{module} failed in {path}: {done.stderr.strip()[-600:]}")
+        raise ForeignRow(f"{' '.join(words)} failed in {path}: {done.stderr.strip()[-600:]}")
     return {(c, p, m): v for c, p, m, v in json.loads(done.stdout.splitlines()[-1])}
 
 
-def of_revisions(
-    a: str, b: str, modules: Sequence[str], rounds: int, argv: Sequence[str]
-) -> dict[Key, Change]:
+def of_revisions(a: str, b: str, every: Sequence[Words], rounds: int) -> dict[Key, Change]:
     """Both measured `rounds` times, in turn."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [package(name, Path(folder) / str(i)) for i, name in enumerate((a, b))]
@@ -126,9 +128,10 @@ def of_revisions(
         for number in range(rounds):
             for side in (0, 1) if number % 2 == 0 else (1, 0):
                 medians = {}
-                for module in modules:
-                    medians |= measured(paths[side], module, argv)
+                for words in every:
+                    medians |= measured(paths[side], words)
                 found[side].append(medians)
+            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         return of_rounds(*found)
 
 
@@ -140,9 +143,7 @@ def lines(changes: Mapping[Key, Change]) -> Iterator[str]:
         yield f"{case:34} {provider:14} {metric:27} {numbers} {mark}".rstrip()
 
 
-def compare(
-    a: str, b: str, modules: Sequence[str], rounds: int = 5, argv: Sequence[str] = ()
-) -> int:
+def compare(a: str, b: str, every: Sequence[Words], rounds: int = 5) -> int:
     """Print B over A; status 1 when something has changed beyond noise."""
     files = [Path(name).is_file() for name in (a, b)]
     if any(files) and not all(files):
@@ -150,10 +151,20 @@ def compare(
         raise ForeignRow(
             f"--compare {missing}: expected a file beside the other one; there is none"
         )
-    changes = (
-        of_files(Path(a), Path(b)) if all(files) else of_revisions(a, b, modules, rounds, argv)
-    )
+    changes = of_files(Path(a), Path(b)) if all(files) else of_revisions(a, b, every, rounds)
     print("\n".join(lines(changes)))
     changed = sum(change.beyond_noise for change in changes.values())
     print(f"{len(changes)} metrics compared, {changed} changed beyond noise")
     return int(changed > 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench compare", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("a", metavar="A", help="a revision")
+    parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="NAME [OPTION ...]")
+    parser.add_argument("--rounds", type=int, default=5, help="before A")
+    args = parser.parse_args(argv)
+    return compare(args.a, args.b, [tuple(args.words)], args.rounds)

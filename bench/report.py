@@ -5,42 +5,31 @@ what was recorded and never typed.
     .venv/bin/python scripts/bench report --check     # status 1 when they are not what is written
 
 A block stands between `<!-- bench: NAME -->` and `<!-- end -->`. Every row that is shown must have
-been recorded at a commit of this history. `COMPARED` are tables of races (`algorithms.py`).
+been recorded at a commit of this history.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
 from . import calibration, savings
-from .algorithms import ENTRANTS as RACED
-from .algorithms import markdown, plotted
-from .races import Budget, Race, Result, recorded
+from .algorithms import plotted
+from .comparisons import COMPARED
 from .record import ROOT, Row
-from .recorded import Results, require_history
+from .recorded import ForeignRow, Results, require_history
+from .suites import ON_GPU, every_benchmark
 
 TRAIN = "train/calculator rollouts=9600"
 ENTRANTS = {"rtpo": "RTPO, fastturn", "grpo": "GRPO, fastturn", "trl": "GRPO, TRL"}
 SHOWN_LEVELS = ("0.7", "0.8", "0.85")
 BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-COMMANDS = {
-    "algorithms": "scripts/bench algorithms",
-    "gpu": "scripts/gpu_check",
-    "metering": "scripts/bench metering",
-    "ops": "fastturn bench ops",
-    "overlap": "scripts/bench overlap",
-    "pack": "fastturn bench pack",
-    "peers": "fastturn bench ops",
-    "rollouts": "fastturn bench rollout",
-    "steps": "fastturn bench step",
-    "train": "fastturn bench train",
-}
+SCRIPTS = {"gpu": "scripts/gpu_check"}  # of benchmarks that have one of their own
 
 
 def number(value: float) -> str:
@@ -160,9 +149,19 @@ def everything(results: Results) -> str:
             [r.case, r.provider, r.metric, spread(r), r.unit, str(r.n), r.commit[:8]] for r in rows
         ]
         head = ("case", "provider", "metric", "p50 [p20, p80]", "unit", "n", "commit")
-        command = COMMANDS.get(bench, f"scripts/bench {bench}")
-        parts.append(f"## {bench}\n\n`{command}`; {'; '.join(place)}\n\n{table(head, lines)}")
+        told = "\n".join(f"    {command}" for command in commands(bench))
+        parts.append(f"## {bench}\n\n{told}\n\n{'; '.join(place)}\n\n{table(head, lines)}")
     return "\n".join(parts)
+
+
+def commands(bench: str) -> list[str]:
+    """What makes the rows of a benchmark; `ForeignRow` when nothing does any more."""
+    every = [*every_benchmark("cpu"), ("lengths", "--data", "DIR"), *ON_GPU["ops"]]
+    found = [words for words in every if words[0] == bench]
+    if not found:
+        raise ForeignRow(f"{bench}.jsonl: no benchmark of that name makes rows; delete the file")
+    script = SCRIPTS.get(bench, f"scripts/bench {bench}")
+    return [f"{script} {shlex.join(options)}".rstrip() for _, *options in found]
 
 
 def plot(results: Results) -> str:
@@ -192,84 +191,13 @@ def plot(results: Results) -> str:
     return file.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Races that stand in one table; `first` is what the others are measured by, `shown` are the
-    columns (none: all)."""
-
-    task: str
-    seeds: range
-    budget: Budget
-    shown: tuple[str, ...] = ()
-    first: str = "grpo"
-    warm_steps: int = 600
-
-    def results(self) -> list[Result]:
-        def of(race: Race) -> bool:
-            same = (race.task, race.warm_steps, race.budget)
-            return race.seed in self.seeds and same == (self.task, self.warm_steps, self.budget)
-
-        return [result for result in recorded() if of(result.race)]
-
-    def command(self, found: Sequence[Result]) -> str:
-        """What runs those that are found, the first one first, and nothing that is recorded."""
-        names = {r.race.name for r in found if r.race.entrant in RACED}
-        ordered = sorted(names, key=lambda name: (name != self.first, name))
-        words = [
-            *(f'"{name}"' if " " in name else name for name in ordered),
-            f"--task {self.task}",
-            f"--seeds {self.seeds[0]}-{self.seeds[-1]}",
-            f"--rollouts {self.budget.rollouts}",
-            f"--evaluations {self.budget.evaluations}",
-            f"--warm-steps {self.warm_steps}",
-        ]
-        lines = ["    .venv/bin/python scripts/bench algorithms"]
-        for word in words:
-            if len(lines[-1]) + len(word) > 96:
-                lines[-1] += " \\"
-                lines.append("       ")
-            lines[-1] += f" {word}"
-        return "\n".join(lines)
-
-    def table(self, results: Results) -> str:
-        found = self.results()
-        return f"\n{self.command(found)}\n\n{markdown(found, self.first, self.shown)}\n"
-
-
-OUTCOME = ("sampled", "greedy", "more than first", "zero advantage", "tool calls")
-COMPARED = {
-    "workshop": Compared("workshop", range(5), Budget(4800)),
-    "tuning": Compared(
-        "workshop", range(10, 12), Budget(2400, evaluations=1), ("sampled", "greedy")
-    ),
-    "confirmation": Compared(
-        "workshop", range(20, 25), Budget(2400, evaluations=1), first="grpo tasks=10"
-    ),
-    "prices": Compared(
-        "workshop-prices", range(10, 12), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
-    ),
-    "market-tuning": Compared(
-        "workshop-market", range(10, 12), Budget(2400, evaluations=1), OUTCOME[:2], "grpo tasks=10"
-    ),
-    "market": Compared(
-        "workshop-market", range(20, 25), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
-    ),
-    "calculator": Compared("calculator", range(5), Budget(9600, evaluations=10)),
-    "entrants": Compared(
-        "workshop",
-        range(2),
-        Budget(960),
-        ("sampled", "greedy", "cost / first", "zero advantage", "tool calls", "ratio"),
-        warm_steps=300,
-    ),
-}
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "headline": headline,
     "training": training,
     "everything": everything,
     "savings": saved,
     "calibration": foretold,
-    **{name: compared.table for name, compared in COMPARED.items()},
+    **{name: lambda _, one=one: one.table() for name, one in COMPARED.items()},
 }
 FILES = ("README.md", "docs/benchmarks.md", "docs/algorithms.md", "docs/planning.md")
 PLOTS: Mapping[str, Callable[[Results], str]] = {

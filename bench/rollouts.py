@@ -1,4 +1,4 @@
-"""Sampled tokens per second: the in-process sampler against `model.generate`, side by side.
+"""Sampled tokens per second: the in-process sampler beside `model.generate` and a vLLM server.
 
     .venv/bin/python scripts/bench rollouts --threads 1 --no-record
     .venv/bin/python scripts/bench rollouts --contexts --lengths gsm8k --no-record
@@ -6,7 +6,9 @@
 SmolLM2-135M's shape with random weights, float32: 8 siblings of each context of 512 tokens, 64 new
 tokens each, or lengths drawn from what was fitted to data (`fastturn/lengths.py`), with their long
 tails. `generate` reads every context once a sibling and takes a batch to its longest action, the
-sampler does neither. Time runs from ids to finished completions, prefill included. Sampled
+sampler does neither. `vllm` is a server with the same weights and as many threads (besides them its
+HTTP side has a process), asked through our client, one request for all siblings. Time runs from ids
+to finished completions, prefill included; no context is cached when it begins. Sampled
 log-probabilities must agree with the unmodified model's own attention before timing.
 """
 
@@ -24,7 +26,7 @@ from transformers import GenerationConfig
 from fastturn.lengths import FITTED, lengths_of
 from fastturn.models import ATTENTION
 from fastturn.policy import Policy
-from fastturn.sampler.base import Request, SamplingParams
+from fastturn.sampler.base import Request, Sampler, SamplingParams
 from fastturn.sampler.local import LocalSampler
 from fastturn.types import Ids
 
@@ -33,12 +35,20 @@ from .cases import SMOLLM2
 from .layouts import random_model
 from .measure import WrongResult, ratios
 from .record import Measured
+from .served import served
 
 LOGPROB_TOLERANCE = 1e-4
 TURNS = 4  # of an episode with drawn lengths
 
 Asked = tuple[Ids, int]  # a context and how many tokens each of its siblings has
-Provider = Callable[[Sequence[Asked]], int]  # -> tokens sampled in all
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """`sample` gives how many tokens it has sampled in all; `fresh` forgets what it has read."""
+
+    sample: Callable[[Sequence[Asked]], int]
+    fresh: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +105,18 @@ def random_ids(rng: np.random.Generator, count: int) -> Ids:
     return rng.integers(0, SMOLLM2.vocab, count).astype(np.int32)
 
 
-def providers(policy: Policy, siblings: int) -> dict[str, Provider]:
-    """Both sample `siblings` completions of every context, without stop ids."""
-    sampler = LocalSampler(policy)
+def providers(
+    policy: Policy, siblings: int, samplers: Mapping[str, Sampler]
+) -> dict[str, Provider]:
+    """All sample `siblings` completions of every context, without stop ids."""
+    found = {name: of_sampler(sampler, siblings) for name, sampler in samplers.items()}
+    return found | {"generate": Provider(generated(policy, siblings))}
 
-    def shared(asked: Sequence[Asked]) -> int:
-        sampler.publish(sampler.version + 1)  # nothing is left over from the last repetition
+
+def of_sampler(sampler: Sampler, siblings: int) -> Provider:
+    """One request for all siblings of a context."""
+
+    def sample(asked: Sequence[Asked]) -> int:
         seeds = np.arange(len(asked) * siblings).reshape(-1, siblings).tolist()
         requests = [
             Request(context_T, tokens, tuple(own))
@@ -108,6 +124,12 @@ def providers(policy: Policy, siblings: int) -> dict[str, Provider]:
         ]
         answers = sampler.sample(requests, SamplingParams(1.0, ()))
         return sum(len(done.action_A) for group in answers for done in group)
+
+    return Provider(sample, lambda: sampler.publish(sampler.version + 1))
+
+
+def generated(policy: Policy, siblings: int) -> Callable[[Sequence[Asked]], int]:
+    """A row for every sibling, all to the longest action."""
 
     def generate(asked: Sequence[Asked]) -> int:
         """Contexts are padded on their left; what lies behind an action's end is not counted."""
@@ -130,14 +152,14 @@ def providers(policy: Policy, siblings: int) -> dict[str, Provider]:
         model.set_attn_implementation(ATTENTION)
         return siblings * sum(tokens for _, tokens in asked)
 
-    return {"fastturn": shared, "generate": generate}
+    return generate
 
 
 @torch.no_grad()
-def check(policy: Policy, context_T: Ids) -> None:
+def check(policy: Policy, name: str, sampler: Sampler, context_T: Ids) -> None:
     """`WrongResult` when sampled log-probabilities are not those of the unmodified model."""
-    request = Request(context_T, 8, (1, 2))
-    ((done, _),) = LocalSampler(policy).sample([request], SamplingParams(1.0, ()))
+    sampler.publish(sampler.version + 1)
+    ((done, _),) = sampler.sample([Request(context_T, 8, (1, 2))], SamplingParams(1.0, ()))
     tokens_T = torch.from_numpy(np.concatenate([context_T, done.action_A]).astype(np.int64))
     policy.model.set_attn_implementation("sdpa")
     logits_AV = policy.model(tokens_T.unsqueeze(0).to(policy.device)).logits[0]
@@ -147,7 +169,7 @@ def check(policy: Policy, context_T: Ids) -> None:
     error = float((want_A - torch.from_numpy(done.logprob_A)).abs().max())
     if not error <= LOGPROB_TOLERANCE:
         raise WrongResult(
-            f"fastturn: log-probabilities differ from the model's by {error:.2g}, "
+            f"{name}: log-probabilities differ from the model's by {error:.2g}, "
             f"above {LOGPROB_TOLERANCE:.0e}"
         )
 
@@ -158,23 +180,28 @@ def rates(
     """Tokens per second of each provider, alternating, after a short call of each."""
     found: dict[str, list[float]] = {name: [] for name in run}
     for provider in run.values():
-        provider([(context_T[:32], 2) for context_T, _ in asked])
+        provider.sample([(context_T[:32], 2) for context_T, _ in asked])
     for _ in range(repeats):
         for name, provider in run.items():
+            provider.fresh()
             start = time.perf_counter()
-            sampled = provider(asked)  # ends with ids on the host, so it has waited
+            sampled = provider.sample(asked)  # ends with ids on the host, so it has waited
             found[name].append(sampled / (time.perf_counter() - start))
     return found
 
 
-def measure(policy: Policy, case: RolloutCase, repeats: int) -> Iterator[Measured]:
+def measure(
+    policy: Policy, case: RolloutCase, samplers: Mapping[str, Sampler], repeats: int
+) -> Iterator[Measured]:
     asked, config = case.inputs(), asdict(case)
-    check(policy, asked[0][0])
-    found = rates(providers(policy, case.siblings), asked, repeats)
+    for name, sampler in samplers.items():
+        check(policy, name, sampler, asked[0][0])
+    found = rates(providers(policy, case.siblings, samplers), asked, repeats)
     for name, values in found.items():
         yield Measured(case.name, name, "rate", "tokens/s", tuple(values), config)
-    gain = ratios(found["fastturn"], found["generate"])
-    yield Measured(case.name, "fastturn", "speed-up over generate", "1", gain, config)
+        if name != "fastturn":
+            gain = ratios(found["fastturn"], values)
+            yield Measured(case.name, "fastturn", f"speed-up over {name}", "1", gain, config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,5 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for contexts in args.contexts
     ]
     each += [DrawnCase(layers=args.layers, lengths=name) for name in args.lengths]
-    found = (one for case in each for one in measure(policy, case, args.repeats))
-    return command.report("rollouts", found, args)
+    longest = max(len(context_T) + tokens for case in each for context_T, tokens in case.inputs())
+    with served(policy, longest, args.threads) as others:
+        samplers: dict[str, Sampler] = {"fastturn": LocalSampler(policy), **others}
+        found = (one for case in each for one in measure(policy, case, samplers, args.repeats))
+        return command.report("rollouts", found, args)

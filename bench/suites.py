@@ -2,11 +2,13 @@
 
     ops       kernels beside plain torch, Liger and TRL; on a GPU everything of scripts/gpu_check
     pack      packing
-    rollout   sampling beside `model.generate` of transformers
+    rollout   sampling beside `model.generate` of transformers and a vLLM server
     step      the update beside padding, rows and PrefixGrouper
     train     whole training runs beside TRL's GRPOTrainer
+    all       these and `FURTHER`: every number of README.md and of the tables in docs/, which are
+              written at the end. Hours; training runs that are recorded are not repeated.
 
-`scripts/bench SUITE --help` has what else each of them can be told, and further benchmarks.
+`scripts/bench NAME --help` has what else each of them can be told, and further benchmarks.
 """
 
 from __future__ import annotations
@@ -15,55 +17,90 @@ import argparse
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from .record import require_clean
 
-SUITES: dict[str, tuple[str, ...]] = {
-    "ops": ("ops", "peers"),
-    "pack": ("pack",),
-    "rollout": ("rollouts",),
-    "step": ("steps",),
-    "train": ("train",),
+Words = tuple[str, ...]  # a benchmark and its options, as behind scripts/bench
+
+SUITES: dict[str, tuple[Words, ...]] = {
+    "ops": (("ops",), ("peers",)),
+    "pack": (("pack",),),
+    "rollout": (("rollouts",),),
+    "step": (("steps",),),
+    "train": (("train",),),
 }
-ON_GPU = {"ops": ("gpu",)}
-# name -> the package, and the suites that it is compared in
-PEERS = {
-    "liger": ("liger_kernel", ("ops",)),
-    "trl": ("trl", ("ops", "train")),
-    "prefix-grouper": ("prefix_grouper", ("step",)),
-    "hf": ("transformers", ("rollout",)),
-    "cce": ("cut_cross_entropy", ("ops",)),
-}
-GPU_ONLY = {"cce"}
-# What needs a server of its own, which no suite starts.
-SERVED = {
-    "vllm": "start a server (fastturn serve RECIPE --run) and run scripts/bench client --url URL "
-    "--vocabulary N: its rate through our client beside a bare load generator's"
-}
+# What else the documents show; the comparisons of algorithms are in `comparisons.py`.
+FURTHER: tuple[Words, ...] = tuple(
+    tuple(shlex.split(line))
+    for line in (
+        "steps --clock 'cpu time' --points 512+2x64 512+2x256 2048+2x256 512+16x64",
+        "savings",
+        "overlap",
+        "attribution --seeds 1 --iterations 2",
+        "metering --meters on",
+        "metering --meters trace --repeats 5",
+        "calibration --repeats 3",
+        "path frontdesk",
+        "path frontdesk-warmer --arms outcome full",
+        "path frontdesk-long",
+        "path frontdesk-gate",
+        "path shell --arms outcome full",
+    )
+)
+ON_GPU: dict[str, tuple[Words, ...]] = {"ops": (("gpu",),)}
 
 
 class BenchError(ValueError):
     """A benchmark that cannot run as it was asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """`suites` that it is compared in; whether it is installed, and what to do when it is not."""
+
+    suites: tuple[str, ...]
+    is_there: Callable[[], bool]
+    remedy: str
+    gpu_only: bool = False
+
+
+def _package(name: str) -> Callable[[], bool]:
+    return lambda: importlib.util.find_spec(name) is not None
+
+
+def _vllm() -> bool:
+    from fastturn.serve import find_engine
+
+    return find_engine() is not None
+
+
+EXTRA = "install fastturn[bench]"
+PEERS = {
+    "liger": Peer(("ops",), _package("liger_kernel"), EXTRA),
+    "cce": Peer(("ops",), _package("cut_cross_entropy"), "install cut-cross-entropy", True),
+    "trl": Peer(("ops", "train"), _package("trl"), EXTRA),
+    "prefix-grouper": Peer(("step",), _package("prefix_grouper"), EXTRA),
+    "hf": Peer(("rollout",), _package("transformers"), "install transformers"),
+    "vllm": Peer(("rollout",), _vllm, "bash scripts/setup_vllm_cpu (CPUs), or vllm on the PATH"),
+}
+
+
 def check_peers(against: Sequence[str], suites: Sequence[str], device: str) -> None:
     """`BenchError` for a peer that is unknown, not compared in these suites, or not installed."""
     for name in against:
-        if name in SERVED:
-            raise BenchError(f"--against {name}: it is a server, not a package; {SERVED[name]}")
         if name not in PEERS:
-            raise BenchError(f"--against {name}: expected any of {', '.join(PEERS)}")
-        package, where = PEERS[name]
-        if not set(where) & set(suites):
-            raise BenchError(f"--against {name}: it is compared in {', '.join(where)} only")
-        if name in GPU_ONLY and device != "cuda":
+            raise BenchError(f"--against {name!r}: expected any of {', '.join(PEERS)}")
+        peer = PEERS[name]
+        if not set(peer.suites) & set(suites):
+            raise BenchError(f"--against {name}: it is compared in {', '.join(peer.suites)} only")
+        if peer.gpu_only and device != "cuda":
             raise BenchError(f"--against {name}: it runs on GPUs only; use --device cuda")
-        if importlib.util.find_spec(package) is None:
-            raise BenchError(
-                f"--against {name}: the package {package} is missing; install fastturn[bench], or "
-                f"leave {name} out"
-            )
+        if not peer.is_there():
+            raise BenchError(f"--against {name}: not installed; {peer.remedy}, or leave it out")
 
 
 def choose_device(asked: str | None) -> str:
@@ -78,21 +115,52 @@ def choose_device(asked: str | None) -> str:
     return there
 
 
+def benchmarks(suites: Sequence[str], device: str) -> list[Words]:
+    """What the suites run on a device."""
+    there = SUITES | (ON_GPU if device == "cuda" else {})
+    return [words for suite in suites for words in there[suite]]
+
+
+def every_benchmark(device: str) -> list[Words]:
+    """What fills all tables, those on public data apart (`lengths`, which needs their folder)."""
+    from .comparisons import COMPARED
+
+    return [
+        *benchmarks(list(SUITES), device),
+        *FURTHER,
+        *(("algorithms", *chain(*one.options())) for one in COMPARED.values()),
+    ]
+
+
+def chosen(options: argparse.Namespace, device: str) -> list[Words]:
+    """What the command line names."""
+    if options.suite != "all":
+        return benchmarks([options.suite], device)
+    if options.data is None:
+        print("lengths: left out, name the folder of public data by --data DIR (bench/lengths.py)")
+        return every_benchmark(device)
+    return [*every_benchmark(device), ("lengths", "--data", str(options.data))]
+
+
 def run(options: argparse.Namespace) -> int:
     """Run what the command line says; the worst exit status."""
-    suites = list(SUITES) if options.suite == "all" else [options.suite]
     device = choose_device(options.device)
-    modules = [
-        module
-        for suite in suites
-        for module in ((ON_GPU if device == "cuda" else {}).get(suite) or SUITES[suite])
-    ]
+    suites = list(SUITES) if options.suite == "all" else [options.suite]
     check_peers(options.against, suites, device)
+    every = chosen(options, device)
     if options.compare:
         from .compare import compare
 
-        return compare(*options.compare, modules)
+        return compare(*options.compare, every)
     if not options.no_record:
         require_clean()
-    argv = ["--no-record"] if options.no_record else []
-    return max(importlib.import_module(f"fastturn.bench.{m}").main(argv) for m in modules)
+    own: Words = ("--no-record",) if options.no_record else ()
+    status = max(main_of(name)([*words, *own]) for name, *words in every)
+    if options.suite == "all" and not options.no_record:
+        main_of("report")([])
+    return status
+
+
+def main_of(name: str) -> Callable[[Sequence[str]], int]:
+    main: Callable[[Sequence[str]], int] = importlib.import_module(f"fastturn.bench.{name}").main
+    return main

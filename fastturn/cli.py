@@ -286,7 +286,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=[],
         metavar="PEER,...",
-        help="what must be there to compare with: liger, cce, trl, prefix-grouper, hf",
+        help="what must be there to compare with: liger, cce, trl, prefix-grouper, hf, vllm",
     )
     bench.add_argument("--device", choices=("cpu", "cuda"), help="the GPU if there is one")
     bench.add_argument(
@@ -294,6 +294,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         nargs=2,
         metavar=("A", "B"),
         help="two revisions, measured in turn, or two files of rows: what changed beyond noise",
+    )
+    bench.add_argument(
+        "--data", type=Path, metavar="DIR", help="public data, of which all measures the lengths"
     )
     bench.add_argument("--no-record", action="store_true", help="print only")
 

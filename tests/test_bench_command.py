@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +15,7 @@ import pytest
 
 from fastturn import cli
 from fastturn.bench import compare, record, recorded, suites
+from fastturn.bench import path as paths
 from fastturn.bench.compare import Change, of_files, of_rounds
 from fastturn.bench.record import ROOT, DirtyTree, Measured, Row
 from fastturn.bench.recorded import ForeignRow, Results, read, require_history
@@ -32,6 +33,13 @@ def row(p50: float, *, case: str = "pack/x", commit: str = HEAD, **other: Any) -
 def write(path: Path, *rows: Row) -> Path:
     path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
     return path
+
+
+def script() -> Any:
+    """scripts/bench as a module."""
+    module = ModuleType("scripts_bench")
+    SourceFileLoader("scripts_bench", str(ROOT / "scripts" / "bench")).exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -57,15 +65,29 @@ def test_a_suite_runs_its_benchmarks_and_all_runs_every_one(ran: list[Any]) -> N
     assert ran == [("steps", ["--no-record"])]
     ran.clear()
     assert cli.main(["bench", "all", "--against", "hf,trl"]) == 0
-    assert [name for name, _ in ran] == [m for modules in suites.SUITES.values() for m in modules]
-    assert all(argv == [] for _, argv in ran)
+    assert [(name, *argv) for name, argv in ran] == [*suites.every_benchmark("cpu"), ("report",)]
+    assert {words for every in suites.SUITES.values() for words in every} <= {
+        (name, *argv) for name, argv in ran
+    }
+    ran.clear()
+    assert cli.main(["bench", "all", "--no-record", "--data", "here"]) == 0
+    assert ran[-1] == ("lengths", ["--data", "here", "--no-record"])
+
+
+def test_every_benchmark_that_fills_a_table_is_one_of_the_script() -> None:
+    names = {name for name, *_ in suites.every_benchmark("cpu")}
+    assert names <= set(script().SUITES)
+    for words in suites.FURTHER:
+        if words[0] == "path":
+            assert paths.arguments().parse_args(words[1:]).case in paths.CASES
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["step", "--against", "legr"], "--against legr: expected any of liger"),
-        (["rollout", "--against", "vllm"], "--against vllm: it is a server, not a package; start"),
+        (["step", "--against", "legr"], "--against 'legr': expected any of liger"),
+        (["step", "--against", ""], "--against '': expected any of liger"),
+        (["ops", "--against", "vllm"], "--against vllm: it is compared in rollout only"),
         (["pack", "--against", "trl"], "--against trl: it is compared in ops, train only"),
         (["ops", "--against", "cce"], "--against cce: it runs on GPUs only"),
         (["ops", "--device", "cuda"], "--device cuda: torch sees no CUDA device"),
@@ -85,9 +107,13 @@ def test_bad_input_is_named_before_anything_runs(
 def test_a_missing_peer_is_named(
     ran: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(suites.PEERS, "liger", ("liger_kernel_that_is_away", ("ops",)))
+    away = replace(suites.PEERS["liger"], is_there=suites._package("liger_kernel_that_is_away"))
+    monkeypatch.setitem(suites.PEERS, "liger", away)
     assert cli.main(["bench", "ops", "--against", "liger"]) == 2
-    assert "the package liger_kernel_that_is_away is missing" in capsys.readouterr().err
+    assert "liger: not installed; install fastturn[bench]" in capsys.readouterr().err
+    monkeypatch.setattr("fastturn.serve.find_engine", lambda: None)
+    assert cli.main(["bench", "rollout", "--against", "vllm"]) == 2
+    assert "vllm: not installed; bash scripts/setup_vllm_cpu" in capsys.readouterr().err
     assert not ran
 
 
@@ -167,20 +193,20 @@ def test_two_revisions_are_measured_in_turn(
     """The same revision twice, with a stand-in that takes as long as its place in the order."""
     seen: list[str] = []
 
-    def fake(path: Path, module: str, argv: object) -> dict[compare.Key, float]:
+    def fake(path: Path, words: suites.Words) -> dict[compare.Key, float]:
         seen.append(path.parent.name)
         assert (path / "fastturn" / "bench" / "pack.py").exists()
         return {("c", "p", "time"): 1.0 if path.parent.name == "0" else 2.0}
 
     monkeypatch.setattr(compare, "measured", fake)
-    assert compare.compare("HEAD", "HEAD", ("pack",), rounds=4) == 1
+    assert compare.main(["--rounds", "4", "HEAD", "HEAD", "pack", "siblings"]) == 1
     assert seen == ["0", "1", "1", "0", "0", "1", "1", "0"]
     assert "2.000 [2.000, 2.000] CHANGED" in capsys.readouterr().out
 
 
 def test_the_medians_of_a_revision_are_what_its_suite_found(tmp_path: Path) -> None:
     path = compare.package("HEAD", tmp_path)
-    found = compare.measured(path, "pack", ["siblings", "--repeats", "1"])
+    found = compare.measured(path, ("pack", "siblings", "--repeats", "1"))
     assert found["pack/siblings", "fastturn", "tokens"] > 0
     assert all(isinstance(value, float) for value in found.values())
 
@@ -195,13 +221,10 @@ def test_measured_values_survive_the_way_into_a_file(tmp_path: Path, monkeypatch
 def test_scripts_bench_names_bad_input_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(ROOT / "scripts" / "bench")
-    script = ModuleType("scripts_bench")
-    SourceFileLoader("scripts_bench", path).exec_module(script)
     for words, message in (
         (["nothing"], "expected one of ops"),
         (["lengths", "--run", str(tmp_path)], "expected a run with a tokenizer in it"),
     ):
         monkeypatch.setattr("sys.argv", ["bench", *words])
-        assert script.main() == 2
+        assert script().main() == 2
         assert message in capsys.readouterr().err

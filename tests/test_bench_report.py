@@ -64,5 +64,15 @@ def test_what_is_stale_is_said(
         report.main(["--check"])
 
 
+def test_above_a_table_stand_the_commands_that_make_it_and_no_table_is_without() -> None:
+    assert report.commands("peers") == ["scripts/bench peers"]
+    assert report.commands("gpu") == ["scripts/gpu_check"]
+    assert "scripts/bench steps --clock 'cpu time'" in report.commands("steps")[1]
+    results = Results.load()
+    one = replace(results.row(report.TRAIN, "grpo", "s / iteration"), bench="retired")
+    with pytest.raises(ForeignRow, match=r"retired\.jsonl: no benchmark of that name makes rows"):
+        report.everything(Results({("case", "grpo", "time"): one}, {}))
+
+
 def test_numbers_have_three_digits() -> None:
     assert [report.number(x) for x in (1234.5, 0.06789, 12.34)] == ["1,234", "0.0679", "12.3"]

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from fastturn.bench import cases
+from fastturn.bench import cases, served
 from fastturn.bench.layouts import random_model
-from fastturn.bench.rollouts import DrawnCase, RolloutCase, check, providers
+from fastturn.bench.measure import WrongResult
+from fastturn.bench.rollouts import DrawnCase, RolloutCase, check, providers, rates
 from fastturn.lengths import FITTED
 from fastturn.policy import Policy
+from fastturn.sampler.local import LocalSampler
+
+TINY = replace(cases.SMOLLM2, width=72, inner=96)
 
 
 def test_lengths_are_those_of_the_case() -> None:
@@ -36,11 +40,30 @@ def test_drawn_lengths_have_the_median_and_the_tail_that_were_fitted(name: str) 
 
 
 def test_both_providers_sample_what_was_asked() -> None:
-    shape = replace(cases.SMOLLM2, width=72, inner=96)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        policy = Policy(random_model(shape, 1).eval())
+        policy = Policy(random_model(TINY, 1).eval())
     asked = DrawnCase(contexts=3, context=40, tokens=12, lengths="gsm8k").inputs()
-    check(policy, asked[0][0])
+    sampler = LocalSampler(policy)
+    check(policy, "fastturn", sampler, asked[0][0])
+    run = providers(policy, 2, {"fastturn": sampler})
     wanted = 2 * sum(tokens for _, tokens in asked)
-    assert [provider(asked) for provider in providers(policy, 2).values()] == [wanted, wanted]
+    assert {name: provider.sample(asked) for name, provider in run.items()} == {
+        "fastturn": wanted,
+        "generate": wanted,
+    }
+    assert set(rates(run, asked, 2)) == set(run)
+    other = Policy(random_model(TINY, 1).eval())
+    with torch.no_grad():
+        other.model.get_output_embeddings().weight.mul_(1.5)
+    with pytest.raises(WrongResult, match="other: log-probabilities differ"):
+        check(policy, "other", LocalSampler(other), asked[0][0])
+
+
+def test_where_there_is_no_vllm_it_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(served, "find_engine", lambda: None)
+    with served.served(Policy(random_model(TINY, 1).eval()), 64, 1) as samplers:
+        assert samplers == {}
+    assert "vllm: left out, neither .venv-vllm nor vllm on the PATH" in capsys.readouterr().out
