@@ -16,22 +16,25 @@ are not in it: they come from where the run took them.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fastturn.dist import World
 from fastturn.optim import Optimizers
@@ -41,9 +44,30 @@ from fastturn.types import Trunk
 # torch warns of one process whatever `no_dist` says, in a thread of its own when it writes.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
+T = TypeVar("T")
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names it and the remedy."""
+
+
+class Refusal(NamedTuple):
+    """What is said when a disk does not give or take something, and the errors that mean it."""
+
+    text: str
+    errors: tuple[type[BaseException], ...]
+
+
+WRITE = Refusal(
+    "could not write {}; free some disk space or choose another --out. Older checkpoints are "
+    "intact",
+    (OSError, RuntimeError, SafetensorError, CheckpointException),  # torch: a full disk is any
+)
+READ = Refusal(
+    "could not read {}; expected a whole checkpoint of this model, written by this version, on a "
+    "file system that every rank sees. Remove that folder to resume from the one before it",
+    (Exception, CheckpointException),  # damaged pickles raise anything
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +85,7 @@ class Writing:
     def finish(self) -> None:
         """Wait, on every rank. Raises `CheckpointError` on all of them when the disk refused one;
         older checkpoints are untouched."""
-        _all_or_none(self.world, self.done.result, self.folder)
+        _on_all(self.world, self.done.result, WRITE, self.folder)
 
 
 def save(folder: Path, *what: Any, **more: Any) -> None:
@@ -108,7 +132,7 @@ def begin(
             if world.leader:
                 shutil.rmtree(part, ignore_errors=True)
 
-    _all_or_none(world, empty if world.leader else _nothing, folder)
+    _on_all(world, empty if world.leader else _nothing, WRITE, folder)
     shards: Any = dcp.async_save(
         _tensors(model, optimizers),
         storage_writer=dcp.FileSystemWriter(part),
@@ -123,9 +147,13 @@ def begin(
 
 def load_state(folder: Path) -> tuple[dict[str, Any], list[Trunk]]:
     """(state, trunks) as they were given to `save`. The pickle is the run's own: only resume from
-    folders that you trust."""
-    state = json.loads((folder / "state.json").read_text())
-    return state, pickle.loads((folder / "trunks.pkl").read_bytes())
+    folders that you trust. Raises `CheckpointError` when the files are damaged or not there."""
+
+    def read() -> tuple[dict[str, Any], list[Trunk]]:
+        state = json.loads((folder / "state.json").read_text())
+        return state, pickle.loads((folder / "trunks.pkl").read_bytes())
+
+    return _on_all(World.single(), read, READ, folder)
 
 
 def load_weights(
@@ -133,24 +161,48 @@ def load_weights(
 ) -> None:
     """Restore model and optimiser in place, on however many ranks there are now.
 
-    Raises `CheckpointError` for a checkpoint that this rank cannot read or of another model.
+    Raises `CheckpointError` on every rank for a checkpoint that one of them cannot read, that is
+    damaged, or of another model.
     """
     world = world or World.single()
     reader = dcp.FileSystemReader(folder)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
+
+    def look() -> tuple[dict[str, torch.Tensor], int]:
+        metadata = reader.read_metadata()
+        _require_intact(folder, metadata, world)
+        saved = metadata.state_dict_metadata
         moments = [key.removeprefix("optimizer.") for key in saved if key.startswith("optimizer.")]
         optimizers.make_room(model, moments)
-        tensors = _tensors(model, optimizers)
+        steps = json.loads((folder / "optimizer.json").read_text())["steps"]
+        return _tensors(model, optimizers), steps
+
+    tensors, steps = _on_all(world, look, READ, folder)
+
+    def read() -> None:
         dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
         optimizers.settle()
-        steps = json.loads((folder / "optimizer.json").read_text())["steps"]
-    except (OSError, KeyError, ValueError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(
-            f"could not read {folder}: {_cause(error)}; every rank needs this folder (a shared "
-            f"file system when there are several machines), written by this version for this model"
-        ) from error
+
+    _on_all(world, read, READ, folder)
     optimizers.resume_at(steps)
+
+
+def _require_intact(folder: Path, metadata: Metadata, world: World) -> None:
+    """`ValueError` when a shard is not what was written. Every rank looks at its share of them."""
+    shards = sorted(metadata.storage_data.values(), key=lambda at: (at.relative_path, at.offset))
+    for shard in shards[world.rank :: world.size]:
+        with (folder / shard.relative_path).open("rb") as file:
+            file.seek(shard.offset)
+            content = file.read(shard.length)
+        if not _is_intact(content):
+            raise ValueError(f"{shard.relative_path} is damaged at or behind byte {shard.offset}")
+
+
+def _is_intact(content: bytes) -> bool:
+    """torch saves a tensor as a zip with a checksum, which it does not compare when it reads."""
+    try:
+        return zipfile.ZipFile(io.BytesIO(content)).testzip() is None
+    except zipfile.BadZipFile:
+        return False
 
 
 def _tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
@@ -163,20 +215,19 @@ def _nothing() -> None:
     """What the other ranks do while the leader writes."""
 
 
-def _all_or_none(world: World, action: Callable[[], None], folder: Path) -> None:
-    """Do it on every rank; `CheckpointError` on all of them when it fails on one."""
-    failure = None
+def _on_all(world: World, action: Callable[[], T], refusal: Refusal, folder: Path) -> T:
+    """Its result, on every rank; `CheckpointError` on all of them when it fails on one."""
+    result: Any = None
+    failure: BaseException | None = None
     try:
-        action()
-    except (OSError, RuntimeError, CheckpointException) as error:
-        failure = _cause(error)
-    for rank, cause in enumerate(world.all_gather_objects(failure)):
+        result = action()
+    except refusal.errors as error:
+        failure = error
+    for rank, cause in enumerate(world.all_gather_objects(failure and _cause(failure))):
         if cause is not None:
             by = f" (rank {rank})" if world.size > 1 else ""
-            raise CheckpointError(
-                f"could not write {folder}{by}: {cause}; free some disk space or choose another "
-                f"--out. Older checkpoints are intact"
-            )
+            raise CheckpointError(refusal.text.format(f"{folder}{by}: {cause}")) from failure
+    return result
 
 
 def _cause(error: BaseException) -> str:
@@ -184,7 +235,7 @@ def _cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    return f"{error}" or type(error).__name__
+    return f"{type(error).__name__}: {error}"
 
 
 def latest(root: Path) -> Path | None:
@@ -205,16 +256,15 @@ def atomic_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Create or replace `folder` with what `write` puts into an empty folder, atomically."""
     part = folder.parent / f".part-{folder.name}-{os.getpid()}"
     shutil.rmtree(part, ignore_errors=True)
-    try:
+
+    def swap() -> None:
         part.mkdir(parents=True)
         write(part)
         _flush_files(part)
         _swap(part, folder)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch: a full disk is the last
-        raise CheckpointError(
-            f"could not write {folder}: {error}; free some disk space or choose another --out. "
-            f"Older checkpoints are intact"
-        ) from error
+
+    try:
+        _on_all(World.single(), swap, WRITE, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

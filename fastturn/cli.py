@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastturn import __version__, commands
+from fastturn import commands
 from fastturn.config import Config, as_dict, override
 from fastturn.folders import has_records, holds_run, run_folder
 from fastturn.recipes import recipe_of
@@ -384,24 +384,25 @@ def _train(options: argparse.Namespace) -> int:
         return launch(_without_nproc(options), options.nproc)
     from fastturn.dist import open_world
 
-    mesh = config.model.mixed or config.dist.cpu_offload
-    with open_world(config.device, config.dist.shard_ranks, mesh=mesh) as world:
+    place = config.device, config.dist.shard_ranks
+    with open_world(*place, mesh=config.needs_mesh) as world:
         _train_here(options, config, recipe, world)
     return 0
 
 
 def _train_here(options: argparse.Namespace, config: Config, recipe: Config, world: World) -> None:
     """Train as one rank of `world`; the leader chooses the folder."""
+    from fastturn.provenance import versions
+    from fastturn.trainer import train
+
     asked = {"--out": str(options.out), "--resume": options.resume}
-    world.agree("configuration", as_dict(config) | asked | {"version": __version__})
+    world.agree("configuration", as_dict(config) | asked | versions())
     was_there = options.out is not None and options.out.exists()
     out = world.first(lambda: run_folder(options.out, options.resume, config))
     # A run may be killed before its first file is written; resuming it starts it.
     resume = world.first(lambda: options.resume and holds_run(out))
     if resume != options.resume and world.leader:
         print(f"{out} holds no run yet; starting from the beginning", file=sys.stderr)
-    from fastturn.trainer import train
-
     try:
         train(config, recipe, out, resume, world, price=options.price)
     except ValueError as error:

@@ -173,6 +173,12 @@ class Config:
         copy of it need be kept."""
         return self.model.lora_rank > 0 and self.warm.steps == 0
 
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether one process alone goes through FSDP, which computes in another type than it keeps
+        and waits in host memory."""
+        return self.model.mixed or self.dist.cpu_offload
+
 
 def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Every leaf as (dotted key, annotated type, value), in declaration order.

@@ -29,12 +29,11 @@ def examine(config: Config, progress: Progress) -> list[Line]:
     deadline_s, patience_s = min(rollout.deadline_s, 30.0), min(rollout.patience_s, 5.0)
     rollout = replace(rollout, deadline_s=deadline_s, patience_s=patience_s)
     config = replace(config, trackers=("none",), rollout=rollout)
-    mesh = config.model.mixed or config.dist.cpu_offload
     with ExitStack() as stack:
 
         def open_all() -> Run:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastturn-")))
-            world = stack.enter_context(open_world(config.device, mesh=mesh))
+            world = stack.enter_context(open_world(config.device, mesh=config.needs_mesh))
             return stack.enter_context(
                 open_run(config, config, folder / "run", False, progress, world=world)
             )

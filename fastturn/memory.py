@@ -119,7 +119,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, ranks: int = 1) -> Setting:
-        fsdp = ranks > 1 or config.model.mixed or config.dist.cpu_offload
+        fsdp = ranks > 1 or config.needs_mesh
         return cls(
             device="cuda" if config.device == "cuda" else "cpu",
             compute=_compute_bytes(config),

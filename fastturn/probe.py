@@ -80,7 +80,7 @@ def probe(config: Config, progress: Progress) -> Probe:
     config = replace(config, trackers=("none",))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastturn-")))
-        world = stack.enter_context(open_world(config.device, mesh=config.model.mixed))
+        world = stack.enter_context(open_world(config.device, mesh=config.needs_mesh))
         run = stack.enter_context(
             open_run(config, config, folder / "run", False, progress, world=world)
         )

@@ -235,6 +235,23 @@ def stepped(world: World, found: dict[str, Any], folder: Path) -> None:
             found[f"{name} {saved}"] = state(other)
 
 
+def damaged(world: World, found: dict[str, Any], folder: Path) -> None:
+    """A checkpoint with one wrong byte, at which only one of the ranks looks."""
+    path = folder / "damaged"
+    if world.leader:
+        shutil.copytree(folder / "adamw-of-2", path)
+        shards = path / "__1_0.distcp"
+        content = bytearray(shards.read_bytes())
+        content[len(content) // 2] ^= 1
+        shards.write_bytes(content)
+    world.barrier()
+    learner = learner_of("adamw", world, folder)
+    try:
+        checkpoint.load_weights(path, learner.policy.model, learner.optimizers, world)
+    except checkpoint.CheckpointError as error:
+        found["damaged"] = str(error)
+
+
 def skipped(world: World, found: dict[str, Any], folder: Path) -> None:
     """A loss that is not finite on one rank only."""
     learner = learner_of("adamw", world, folder / "skip")
@@ -325,6 +342,7 @@ def main(folder: Path) -> None:
         agreement(world, found)
         sharded(world, found)
         stepped(world, found, folder)
+        damaged(world, found, folder)
         skipped(world, found, folder)
         mirrored(world, found, folder)
         torch.save(found, folder / f"rank-{world.rank}.pt")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,59 @@ def test_half_written_checkpoints_are_not_seen(tmp_path):
     assert checkpoint.latest(tmp_path) == tmp_path / "000001"
     checkpoint.prune(tmp_path, keep=2)
     assert not (tmp_path / ".part-000002-77").exists()
+
+
+def damage(file: Path, how: str) -> None:
+    content = file.read_bytes()
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        file.write_bytes(bytes(byte ^ 0x55 for byte in content))
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "other"])
+@pytest.mark.parametrize("name", ["state.json", "trunks.pkl", "optimizer.json", ".metadata"])
+def test_a_damaged_file_is_named(tmp_path, name, how):
+    model, optimizers = small_model(), training_optimizer(small_model(), Optim())
+    folder = tmp_path / "000001"
+    checkpoint.save(folder, model, optimizers, {"n": 1}, ["trunk"])
+    damage(folder / name, how)
+    with pytest.raises(checkpoint.CheckpointError, match=rf"could not read {folder}: .*Remove"):
+        checkpoint.load_state(folder)
+        checkpoint.load_weights(folder, model, optimizers)
+
+
+def test_one_wrong_byte_of_a_weight_or_a_moment_is_noticed(tmp_path):
+    """torch's own reader compares no checksums."""
+    model = small_model()
+    optimizers = training_optimizer(model, Optim(lr=1e-2))
+    train(model, optimizers, 1)
+    folder = tmp_path / "000001"
+    checkpoint.save(folder, model, optimizers, {})
+    (shards,) = folder.glob("*.distcp")
+    content = bytearray(shards.read_bytes())
+    for tensor in (model[1].weight, *optimizers.members[0].state[model[1].weight].values()):
+        bytes_N = tensor.detach().numpy().tobytes()
+        if len(bytes_N) < 64:  # a count of steps is found anywhere
+            continue
+        place = content.index(bytes_N)
+        content[place + 7] ^= 1
+        shards.write_bytes(content)
+        with pytest.raises(checkpoint.CheckpointError, match=f"{shards.name} is damaged"):
+            checkpoint.load_weights(folder, small_model(), training_optimizer(model, Optim()))
+        content[place + 7] ^= 1
+    shards.write_bytes(content)
+    checkpoint.load_weights(folder, model, optimizers)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    model = nn.Linear(4, 4)
+    checkpoint.save(tmp_path / "000001", model, training_optimizer(model, Optim()), {})
+    for other, cause in ((nn.Linear(4, 5), "Size mismatch"), (nn.Sequential(model), "0.bias")):
+        with pytest.raises(checkpoint.CheckpointError, match=rf"could not read .*{cause}"):
+            checkpoint.load_weights(tmp_path / "000001", other, training_optimizer(other, Optim()))
 
 
 def test_prune_keeps_the_newest(tmp_path):

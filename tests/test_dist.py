@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -211,6 +212,12 @@ def test_weights_agree_after_ten_steps_and_across_checkpoints(found, folder, nam
     checkpoint.load_weights(folder / f"{name}-of-2", other.policy.model, other.optimizers)
     ranks.learn(other, ranks.STEPS // 2)
     assert error(ranks.state(other), want) <= 1e-5
+
+
+def test_a_damaged_checkpoint_is_named_on_both_ranks(found):
+    assert found[0]["damaged"] == found[1]["damaged"]
+    named = r"could not read \S+damaged \(rank [01]\): .*__1_0\.distcp is damaged.*Remove"
+    assert re.match(named, found[0]["damaged"])
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_both(found, folder):

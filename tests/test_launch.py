@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -12,8 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastturn import cli
+from fastturn.dist import DistError, World
+from fastturn.recipes import quickstart
 from fastturn.records import read_lines
 
 TESTS = Path(__file__).parent
@@ -86,6 +90,19 @@ def test_a_number_of_processes_that_makes_no_sense_is_refused(nproc, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", "quickstart", "--nproc", nproc])
     assert stopped.value.code == 2 and "--nproc" in capsys.readouterr().err
+
+
+def test_ranks_with_other_packages_are_told_so():
+    class Pair(World):
+        """Two ranks, the other of which runs another torch."""
+
+        def all_gather_objects(self, value):
+            host, given = value
+            return [value, (host, given | {"torch": "1.13"})]
+
+    config, options = quickstart(), argparse.Namespace(out=None, resume=False)
+    with pytest.raises(DistError, match=r"ranks differ in torch \(0: '2\..*', 1: '1.13'\)"):
+        cli._train_here(options, config, config, Pair(0, 2, torch.device("cpu")))
 
 
 @pytest.mark.slow
