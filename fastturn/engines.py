@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastturn.algorithms import algorithm_of
-from fastturn.config import Config
+from fastturn.config import Config, ConfigError
 from fastturn.dist import EveryRank, LeaderOnly, World
 from fastturn.meter import Follower, Meter
 from fastturn.policy import Policy
@@ -26,6 +26,8 @@ from fastturn.sharding import Mirror
 from fastturn.tree import Alone, Peers
 from fastturn.types import Completion
 
+ON_GPUS = ("nccl", "ipc")  # carriers that read the weights where a GPU has them
+
 Build = Callable[[Config, Policy, "Meter | Follower", Progress], Sampler]
 
 
@@ -41,6 +43,11 @@ def _vllm(config: Config, policy: Policy, meter: Meter | Follower, progress: Pro
     from fastturn.sampler.vllm import VllmSampler
 
     rollout = config.rollout
+    if rollout.carrier in ON_GPUS and policy.device.type != "cuda":
+        raise ConfigError(
+            f"rollout.carrier={rollout.carrier}: weights go from GPU to GPU and this trainer's are "
+            f"on {policy.device.type}; set rollout.carrier=file, with the servers on this machine"
+        )
     make = CARRIERS[rollout.carrier]
     sampler = VllmSampler(
         rollout.urls,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -88,11 +88,26 @@ def exchange(
         # A pause whose answer was lost may have happened: all are resumed.
         each(servers, Server.resume)
         raise first_of(faults)
+    settle(servers, version, moved(servers, version, move), Server.resume)
+
+
+def moved(
+    servers: Sequence[Server], version: int, move: Callable[[Sequence[Server]], Faults]
+) -> Faults:
+    """What `move` gives; `PublishFailed` that leaves no server usable when it raises, because then
+    the trainer's side has failed in the middle."""
     try:
-        faults = move(servers)
-    except BaseException as error:
-        _abandon(servers, version, error)
-    settle(servers, version, faults, Server.resume)
+        return move(servers)
+    except Exception as error:
+        fault = EngineError(str(error), phase="send weights", url=servers[0].url)
+        urls = [server.url for server in servers]
+        raise PublishFailed(
+            f"version {version} was not published: the trainer failed while it was sending "
+            f"({type(error).__name__}: {error}) [unusable, left paused, restart: "
+            f"{', '.join(urls)}]",
+            fault,
+            urls,
+        ) from error
 
 
 def settle(
@@ -127,19 +142,6 @@ def settle(
         first,
         unusable,
     ) from first
-
-
-def _abandon(servers: Sequence[Server], version: int, error: BaseException) -> NoReturn:
-    """The trainer's side failed in the middle of a move: no server holds a whole model."""
-    if not isinstance(error, Exception):
-        raise error  # Ctrl-C
-    fault = EngineError(str(error), phase="send weights", url=servers[0].url)
-    message = (
-        f"version {version} was not published: the trainer failed while it was sending "
-        f"({type(error).__name__}: {error}) [unusable, left paused, restart: "
-        f"{', '.join(server.url for server in servers)}]"
-    )
-    raise PublishFailed(message, fault, [server.url for server in servers]) from error
 
 
 def first_of(faults: Faults) -> EngineError:

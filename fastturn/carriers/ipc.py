@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from fastturn.carriers.base import Faults, Weights, each, exchange, first_of, settle
+from fastturn.carriers.base import Faults, Weights, each, exchange, first_of, moved, settle
 from fastturn.carriers.nccl import PACKED_IN_INIT_SINCE
 from fastturn.carriers.packing import describe, in_order, meta_of, pack_into, size_bytes
 from fastturn.sampler.server import EngineError, Server
@@ -151,7 +151,8 @@ class IpcCarrier:
         assert colocation is not None
         colocation.wake_weights(servers)
         self._initialise(servers)
-        settle(servers, version, self._move(servers, pairs), lambda server: None)
+        faults = moved(servers, version, lambda awake: self._move(awake, pairs))
+        settle(servers, version, faults, lambda server: None)
         colocation.published(servers)
         pairs.clear()  # whole copies of sharded weights, if they were
         colocation.free(servers)

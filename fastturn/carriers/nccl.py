@@ -10,6 +10,7 @@ and packed while those before are still on their way; nothing is written anywher
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections import deque
@@ -76,10 +77,11 @@ class NcclCarrier:
 
     def close(self) -> None:
         """Leave the group, without the workers: a communicator that is destroyed waits for those on
-        the same machine, which stay in it."""
+        the same machine, which stay in it. What a broken one says to that is no news."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
-            group.abort()
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     def _packing(self) -> dict[str, Any]:
         size = {"packed_buffer_size_bytes": self.buffer_bytes, "packed_num_buffers": _BUFFERS}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest's import mode leaves it out
@@ -146,6 +147,17 @@ def test_settings_that_cannot_work_are_named(pairs: list[str], message: str) -> 
 def test_an_adapter_carrier_without_an_adapter_is_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.carrier=lora: this run trains whole weights"):
         trainer.train(configured(served, "rollout.carrier=lora"), quickstart(), tmp_path / "run")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the trainer would be on a GPU")
+@pytest.mark.parametrize("carrier", ["nccl", "ipc"])
+def test_a_carrier_between_gpus_is_refused_on_a_cpu(
+    served: Served, carrier: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"carrier={carrier}: weights go from GPU.*are on cpu"):
+        config = configured(served, f"rollout.carrier={carrier}")
+        trainer.train(config, quickstart(), tmp_path / "run")
+    assert not served.fake.seen
 
 
 def examined(served: Served, *pairs: str) -> dict[str, Line]:

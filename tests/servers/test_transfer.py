@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import pickle
 import socket
 import time
@@ -179,6 +180,65 @@ def test_tensors_other_than_announced_stop_the_broadcast(fake):
     assert it.paused
 
 
+class Library:
+    """An NCCL library whose calls answer with a status, 0 but for `failing`."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            return b"unhandled system error" if "Error" in name else int(name == self.failing)
+
+        setattr(self, name, call)
+        return call
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    for name in ("Stream", "current_device", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: 0)
+
+
+@pytest.mark.parametrize(
+    ("library", "cause"),
+    [
+        (OSError("libnccl.so.2: no such file"), r"no NCCL library \(libnccl.*CUDA build of torch"),
+        (Library("ncclGetUniqueId"), "ncclGetUniqueId: unhandled system error"),
+        (Library("ncclCommInitRank"), "ncclCommInitRank: unhandled system error"),
+    ],
+)
+def test_nccl_that_does_not_start_is_named_before_any_pause(
+    library, cause, fake, monkeypatch, without_gpu
+):
+    def opened(name: str) -> Any:
+        if isinstance(library, OSError):
+            raise library
+        return library
+
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    it = fake("0.32.0", answers=Workers().answers())
+    with pytest.raises(EngineError, match=rf"connect at .*{cause}; nothing was published"):
+        NcclCarrier(timeout_s=5).send(weights().items(), 1, [Server(it.url)])
+    assert "/pause" not in it.paths
+
+
+def test_a_broadcast_that_breaks_leaves_no_server_usable_and_meets_anew(fake):
+    class Breaks(GlooGroup):
+        def broadcast(self, bytes_N: torch.Tensor) -> Any:
+            raise RuntimeError("ncclBroadcast: unhandled cuda error")
+
+        def abort(self) -> None:
+            raise RuntimeError("ncclCommAbort: unhandled cuda error")
+
+    it = fake("0.32.0", answers=Workers().answers())
+    carrier = NcclCarrier(timeout_s=5, open_group=Breaks)
+    message = r"trainer failed while it was sending \(RuntimeError: ncclBroadcast.*unusable"
+    with pytest.raises(PublishFailed, match=message) as caught:
+        carrier.send(weights().items(), 1, [Server(it.url)])
+    assert it.paused and caught.value.unusable == (it.url,) and carrier._group is None
+
+
 def test_other_ranks_gather_and_send_nothing():
     model = nn.Linear(2, 3)
     NcclCarrier(sender=False).send(FullWeights(model), 1, [Server("http://127.0.0.1:9")])
@@ -269,6 +329,22 @@ def test_steps_out_of_order_are_refused(fake):
     place.free(servers)
     place.wake_kv(servers)
     place.require_awake(servers)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_buffer_that_cannot_be_shared_is_named(level, fake):
+    def export(buffer_N: torch.Tensor) -> Any:
+        raise RuntimeError("CUDA error: invalid device context")
+
+    it = fake("0.32.0")
+    carrier, servers = IpcCarrier(level, export=export, free=lambda: None), [Server(it.url)]
+    carrier.rest(servers)
+    message = r"trainer failed while it was sending \(RuntimeError: CUDA error.*unusable"
+    with pytest.raises(PublishFailed, match=message) as caught:
+        carrier.send(weights().items(), 1, servers)
+    assert caught.value.unusable == (it.url,) and "/resume" not in it.paths
+    woken = [query["tags"] for path, query, _ in it.calls if path == "/wake_up"]
+    assert woken == ["weights"] * (level == 2)
 
 
 def test_level_1_wakes_without_a_publish(fake):
