@@ -9,6 +9,7 @@ bytes over bandwidth and FLOPs over their rate, with the assumptions of `Site` a
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -313,29 +314,36 @@ def traffic() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 def publishing() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     heads = ("model", "sent, GB", "gather on 8 GPUs, s", "gather on 64, s", "broadcast, s")
-    heads += ("gather on 64 + broadcast at 8.25 GB/s, s", "AdamW on 64, ms", "Muon, s")
+    heads += ("gather on 64 + broadcast at 8.25 GB/s, s", "AdamW on 64, ms", "Muon on 64, ms")
     rows = []
     for it in SUBJECTS:
         sent = BFLOAT16 * it.shape.parameters
         gathers = [SITE.collective_s(2 * sent, gpus) for gpus in (8, 64)]
         values = [sent / 1e9, *gathers, sent / SITE.port_s, publish_s(it, 64, 8.25e9)]
         values.append(1000 * it.shape.parameters / 64 * STEP_BYTES / SITE.memory_s)
-        muon = number(muon_s(it)) if not it.shape.experts else "–"
+        muon = number(1000 * muon_s(it, 64)) if not it.shape.experts else "–"
         rows.append((it.name, *map(number, values), muon))
     return heads, rows
 
 
-def muon_s(it: Subject) -> float:
-    """Seconds in which a GPU makes the momenta of all matrices orthogonal: five steps of three
-    products. A dense model.
+def muon_s(it: Subject, gpus: int) -> float:
+    """Seconds in which GPUs of several nodes make the momenta of all matrices orthogonal (five
+    steps of three products), each of them one at a time, and send them there and back in float32
+    through their ports. A dense model.
 
-    Example: of one matrix [4096, 4096]: 5 · 3 · 2 · 4096³ / 396e12 = 5.2 ms.
+    Example: 72 matrices [4096, 4096] on 64 are two rounds of 5 · 3 · 2 · 4096³ / 396e12 = 5.2 ms;
+    their 4.8 GB take twice 4.8 / 64 / 40 = 1.9 ms.
     """
     s = it.shape
-    matrices = [(s.width, s.queries)] * 2 + [(s.width, s.keys)] * 2 + [(s.width, s.mlp)] * 3
-    sides = (sorted(matrix) for matrix in matrices)
-    flops = sum(5 * (2 * 2 * short**2 * long + 2 * short**3) for short, long in sides)
-    return s.layers * flops / SITE.flops_s
+    shapes = [(s.queries, s.width), (s.width, s.queries), *2 * [(s.keys, s.width)]]
+    shapes += [*2 * [(s.mlp, s.width)], (s.width, s.mlp)]
+    flops = sent = 0.0
+    for shape, count in Counter(shapes).items():
+        short, long = sorted(shape)
+        rounds = -(-count * s.layers // gpus)
+        flops += rounds * 5 * (2 * 2 * short**2 * long + 2 * short**3)
+        sent += 2 * FLOAT32 * count * s.layers * short * long / gpus
+    return flops / SITE.flops_s + sent / SITE.port_s
 
 
 def memory() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

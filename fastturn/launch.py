@@ -17,7 +17,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+GO_ON = (
+    ". The last checkpoint is whole: the same command with --resume and the run's --out goes on "
+    "from there"
+)
 # After Ctrl-C a step in hand may finish and be saved; after a death the others may only leave.
 GRACE_S = 30
 
@@ -25,8 +29,9 @@ GRACE_S = 30
 def launch(arguments: Sequence[str], nproc: int) -> int:
     """Run `fastturn ARGUMENTS` in `nproc` processes and return the exit status of the run.
 
-    The first process that fails decides: its rank, host, cause and traceback are printed, the
-    others are ended (killed after `GRACE_S`), and its status (1 for a signal) is returned.
+    The first process that fails decides: its rank, host, cause and traceback (none for bad input)
+    are printed, the others are ended (killed after `GRACE_S`), and its status (1 for a signal) is
+    returned.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
@@ -59,12 +64,12 @@ def _explain(error: ChildFailedError) -> int:
         trace = cause.get("extraInfo", {}).get("py_callstack", "")
         cause = cause.get("message", "")
     ended = failure.signal_name() if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-    if trace:
+    began = failure.exitcode != BAD_INPUT
+    if trace and began:
         print(trace.rstrip(), file=sys.stderr)
     print(
         f"error: rank {rank} of the run (process {failure.pid} on {socket.gethostname()}) failed "
-        f"first with {ended}: {cause}; the other ranks were ended. The last checkpoint is whole: "
-        f"the same command with --resume and the run's --out goes on from there",
+        f"first with {ended}: {cause}; the other ranks were ended{GO_ON * began}",
         file=sys.stderr,
     )
     return failure.exitcode if failure.exitcode > 0 else FAILED

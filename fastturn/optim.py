@@ -6,12 +6,13 @@ biases and embeddings take neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastturn import eight_bit
@@ -152,8 +153,8 @@ class Muon(torch.optim.Optimizer):
 
     For a matrix [A, B] with gradient g: `m <- .95 m + .05 g`, `u = .05 g + .95 m`, then
     `w <- (1 - lr * weight_decay) w - lr * max(1, A / B) ** .5 * orthogonal(u)`. Split matrices keep
-    split momenta; the update alone is gathered, one matrix at a time, because orthogonality is of
-    the whole.
+    split momenta; updates alone are made whole, because orthogonality is of the whole, and ranks
+    share them out.
     """
 
     MOMENTUM = 0.95
@@ -167,29 +168,66 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """One update; there is no closure to evaluate."""
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if not state:
-                    state["momentum"] = torch.zeros_like(matrix.grad)
-                state["momentum"].lerp_(matrix.grad, 1 - self.MOMENTUM)
-                update = matrix.grad.lerp(state["momentum"], self.MOMENTUM)
-                rows, columns = matrix.shape
-                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
-                if group["weight_decay"]:
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(_orthogonal(update).to(matrix.dtype), alpha=-rate)
+            for few in _alike([matrix for matrix in group["params"] if matrix.grad is not None]):
+                turned = _orthogonal([self._update(matrix) for matrix in few])
+                for matrix, direction in zip(few, turned, strict=True):
+                    rows, columns = matrix.shape
+                    rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                    if group["weight_decay"]:
+                        matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                    matrix.add_(direction.to(matrix.dtype), alpha=-rate)
+
+    def _update(self, matrix: nn.Parameter) -> torch.Tensor:
+        """The gradient with the momentum that it has just been added to."""
+        state, gradient = self.state[matrix], matrix.grad
+        assert gradient is not None
+        if not state:
+            state["momentum"] = torch.zeros_like(gradient)
+        state["momentum"].lerp_(gradient, 1 - self.MOMENTUM)
+        return gradient.lerp(state["momentum"], self.MOMENTUM)
 
 
-def _orthogonal(update: torch.Tensor) -> torch.Tensor:
-    """`orthogonal` of a matrix that may be split over ranks, split in the same way."""
-    if not isinstance(update, DTensor):
-        return orthogonal(update)
-    mesh, placements = update.device_mesh, update.placements
-    everywhere = [Replicate()] * mesh.ndim
-    result = DTensor.from_local(orthogonal(update.full_tensor()), mesh, everywhere, run_check=False)
-    return result.redistribute(mesh, placements)
+def _alike(matrices: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Matrices of one shape, at most as many at a time as ranks hold parts of them."""
+    shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for matrix in matrices:
+        shapes.setdefault(tuple(matrix.shape), []).append(matrix)
+    for alike in shapes.values():
+        count = alike[0].device_mesh.size(-1) if isinstance(alike[0], DTensor) else 1
+        for first in range(0, len(alike), count):
+            yield alike[first : first + count]
+
+
+def _orthogonal(updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`orthogonal` of matrices of one shape, split over ranks as they were.
+
+    The i-th is made whole on rank i alone of those that hold its rows, and split again:
+
+        rank 0: rows 0 of A, B     all    rank 0: A     orthogonal    all    rows 0 of A', B'
+        rank 1: rows 1 of A, B    to all  rank 1: B                  to all  rows 1 of A', B'
+    """
+    first = updates[0]
+    if not isinstance(first, DTensor):
+        return [orthogonal(update) for update in updates]
+    mesh, (rows, columns) = first.device_mesh, first.shape
+    group = mesh.get_group(mesh.ndim - 1)  # before it are dimensions of copies
+    size, rank = group.size(), group.rank()
+    share = -(-rows // size)
+    held = [columns * max(0, min(share, rows - share * other)) for other in range(size)]
+    given = [held[rank] * (other < len(updates)) for other in range(size)]
+    taken = [count * (rank < len(updates)) for count in held]
+    parts_N = torch.cat([cast(DTensor, update).to_local().flatten() for update in updates])
+    whole_N = parts_N.new_empty(sum(taken))
+    dist.all_to_all_single(whole_N, parts_N, taken, given, group)
+    if rank < len(updates):
+        whole_N = orthogonal(whole_N.view(rows, columns)).flatten().to(parts_N.dtype)
+    dist.all_to_all_single(parts_N, whole_N, given, taken, group)
+    return [
+        DTensor.from_local(
+            part, mesh, first.placements, run_check=False, shape=first.shape, stride=first.stride()
+        )
+        for part in parts_N.view(len(updates), -1, columns)
+    ]
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,7 +30,7 @@ from fastturn.config import Config, Optim, Sampling, Warm, override
 from fastturn.dist import DistError, EveryRank, LeaderOnly, World, mesh_shape, open_world
 from fastturn.learner import Learner
 from fastturn.loss import Objective
-from fastturn.optim import Optimizers, training_optimizer, warm_optimizer
+from fastturn.optim import Muon, Optimizers, training_optimizer, warm_optimizer
 from fastturn.pack import PackedBatch, pack
 from fastturn.play import Unmetered
 from fastturn.policy import Policy
@@ -235,6 +236,31 @@ def stepped(world: World, found: dict[str, Any], folder: Path) -> None:
             found[f"{name} {saved}"] = state(other)
 
 
+def odd_matrices(world: World, found: dict[str, Any]) -> None:
+    """Muon where rows do not divide, where a rank has none, and for more matrices than ranks."""
+    shapes = [*[(7, 5)] * 3, *[(1, 6)] * 2, (16, 8)]
+
+    def made() -> tuple[list[torch.nn.Parameter], Muon]:
+        torch.manual_seed(1)
+        matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        return matrices, Muon(matrices, 0.02, 0.1)
+
+    whole_ones, alone = made()
+    split_ones, together = made()
+    for i, matrix in enumerate(split_ones):
+        split_ones[i] = torch.nn.Parameter(distribute_tensor(matrix.data, world.mesh, [Shard(0)]))
+    together.param_groups[0]["params"] = split_ones
+    for _ in range(3):
+        for one, other in zip(whole_ones, split_ones, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = distribute_tensor(one.grad, world.mesh, [Shard(0)])
+        alone.step()
+        together.step()
+    pairs = zip(whole_ones, split_ones, strict=True)
+    found["odd matrices"] = [torch.equal(one, whole(other)) for one, other in pairs]
+    found["odd rows"] = [matrix.to_local().shape[0] for matrix in split_ones]
+
+
 def damaged(world: World, found: dict[str, Any], folder: Path) -> None:
     """A checkpoint with one wrong byte, at which only one of the ranks looks."""
     path = folder / "damaged"
@@ -342,6 +368,7 @@ def main(folder: Path) -> None:
         agreement(world, found)
         sharded(world, found)
         stepped(world, found, folder)
+        odd_matrices(world, found)
         damaged(world, found, folder)
         skipped(world, found, folder)
         mirrored(world, found, folder)

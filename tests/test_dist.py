@@ -214,6 +214,11 @@ def test_weights_agree_after_ten_steps_and_across_checkpoints(found, folder, nam
     assert error(ranks.state(other), want) <= 1e-5
 
 
+def test_matrices_that_do_not_divide_move_as_in_one_process(found):
+    assert [one["odd rows"] for one in found] == [[4, 4, 4, 1, 1, 8], [3, 3, 3, 0, 0, 8]]
+    assert all(all(one["odd matrices"]) for one in found)
+
+
 def test_a_damaged_checkpoint_is_named_on_both_ranks(found):
     assert found[0]["damaged"] == found[1]["damaged"]
     named = r"could not read \S+damaged \(rank [01]\): .*__1_0\.distcp is damaged.*Remove"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fastturn import cli
+from fastturn import cli, launch
 from fastturn.dist import DistError, World
 from fastturn.recipes import quickstart
 from fastturn.records import read_lines
@@ -27,6 +29,7 @@ SMALL = [
 ]
 FASTTURN = [sys.executable, "-P", "-m", "fastturn.cli"]
 MINUTE_S = 60.0
+STAMP = {"timestamp": "1796283564"}
 
 
 def command(*arguments: str, **place: object) -> subprocess.Popen[str]:
@@ -103,6 +106,22 @@ def test_ranks_with_other_packages_are_told_so():
     config, options = quickstart(), argparse.Namespace(out=None, resume=False)
     with pytest.raises(DistError, match=r"ranks differ in torch \(0: '2\..*', 1: '1.13'\)"):
         cli._train_here(options, config, config, Pair(0, 2, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(("status", "returned"), [(1, 1), (2, 2), (-9, 1)])
+def test_the_first_failure_is_told_with_what_to_do(status, returned, tmp_path, capsys):
+    """A traceback and `--resume` are for runs that had begun."""
+    told = {"message": "WhyError: because", "extraInfo": {"py_callstack": "Traceback", **STAMP}}
+    file = tmp_path / "error.json"
+    if status > 0:
+        file.write_text(json.dumps({"message": told}))
+    failure = ProcessFailure(1, 77, status, str(file))
+    assert launch._explain(ChildFailedError("run", {1: failure})) == returned
+    text = capsys.readouterr().err
+    why = "SIGKILL: Signal 9" if status < 0 else f"exit status {status}: WhyError: because"
+    named = rf"error: rank 1 of the run \(process 77 on {socket.gethostname()}\) failed first with "
+    assert re.search(named + why, text)
+    assert ("--resume" in text) == (status != 2) and ("Traceback" in text) == (status == 1)
 
 
 @pytest.mark.slow
