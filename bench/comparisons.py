@@ -68,11 +68,9 @@ COMPARED = {
         "workshop-prices", range(10, 12), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
     ),
     "market-tuning": Compared(
-        "workshop-market", range(10, 12), Budget(2400, evaluations=1), OUTCOME[:2], "grpo tasks=10"
+        "workshop-market", range(10, 12), Budget(2400, evaluations=1), OUTCOME[:2]
     ),
-    "market": Compared(
-        "workshop-market", range(20, 25), Budget(2400, evaluations=1), OUTCOME, "grpo tasks=10"
-    ),
+    "market": Compared("workshop-market", range(20, 25), Budget(2400, evaluations=1), OUTCOME),
     "calculator": Compared("calculator", range(5), Budget(9600, evaluations=10)),
     "entrants": Compared(
         "workshop",

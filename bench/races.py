@@ -37,13 +37,15 @@ WORKSHOP = (
     "sampling.episode_tokens=224",
     "model.max_context=512",
 )
-TAKEN = (*WORKSHOP, "turns=8", "sampling.episode_tokens=256")
 TASKS: Mapping[str, tuple[str, ...]] = {
     "calculator": (),
     "workshop": ("data.domain=workshop:flaws=0.25", *WORKSHOP),
-    "workshop-market": ("data.domain=workshop:flaws=0.25,market=3", *WORKSHOP),
-    "workshop-taken": ("data.domain=workshop:flaws=0.25,market=3,take=1", *TAKEN),
-    "workshop-loud": ("data.domain=workshop:flaws=0.25,market=12,take=1", *TAKEN),
+    "workshop-market": (
+        "data.domain=workshop:flaws=0.25,market=12,take=1",
+        *WORKSHOP,
+        "turns=8",
+        "sampling.episode_tokens=256",
+    ),
     "workshop-prices": ("data.domain=workshop:flaws=0.25,prices=1000", *WORKSHOP),
     "workshop-rare": ("data.domain=workshop:flaws=0.15", *WORKSHOP),
 }

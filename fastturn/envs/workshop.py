@@ -2,8 +2,9 @@
 
 An order is a row of numbers, `47 82`. The policy calls `set` with each of them in turn; a wrong
 one spoils the piece and ends the episode. Then it may call `gauge` 1, 2, ..., and says `done` when
-it likes. Some pieces have a hidden flaw, which the last gauge mends; a flawed piece that was not
-mended fails. The reward, at the end: the price of the order if all went well, and its gain.
+it likes, but within the `turns` of the recipe, after which the workshop closes. Some pieces have a
+hidden flaw, which the last gauge mends; a flawed piece that was not mended fails. The reward, at
+the end: the price of the order if all went well, and its gain.
 
     steps     numbers of an order: each is a chance to spoil the piece
     checks    gauges: what care costs, in turns
@@ -13,16 +14,16 @@ mended fails. The reward, at the end: the price of the order if all went well, a
               the better for it; held-out orders do neither
     take      whether the order must be taken first, by a call that leaves no choice
 
-Price and gain are drawn for each episode when its first turn is answered, and shown to nobody: what
-a state is worth then varies with more than what the policy did. With `take`, all that the policy
-decides is decided after the draw.
+Price and gain are drawn for each episode in its first turn, and shown to nobody: what a state is
+worth then varies with more than what the policy did. With `take`, all that the policy decides is
+decided after the draw.
 
     careful   probability that a demonstration begins to gauge
     slip      probability that a demonstration sets a wrong number
     think     whether demonstrations say what comes next before they call (a scratch part that
               `context=strip_think` drops from later contexts)
 
-Turns of an episode: at most steps + checks + 1, and one more with `take`. Without gauges
+An episode needs at most steps + checks + 1 turns, one more with `take`. Without gauges
 (`checks=0`) nothing is hidden and it is a chain like the calculator's.
 """
 
@@ -87,29 +88,31 @@ def draw_order(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The state of an episode: its task, whether the order is taken, how many numbers are set and
-    gauges read, whether a wrong number has spoiled it, and what it pays (0: not drawn yet) and
-    gains on top."""
+    """The state of an episode: its task, whether the order is taken, turns so far, how many numbers
+    are set and gauges read, whether a wrong number has spoiled it, and what it pays (0: not drawn
+    yet) and gains on top."""
 
     task: Task
     taken: bool
+    turns: int = 0
     placed: int = 0
     gauged: int = 0
     spoiled: bool = False
     price: float = 0.0
     gain: float = 0.0
 
-    def priced(self, seed: int) -> Piece:
+    def one_turn_on(self, seed: int) -> Piece:
         """With its price and its gain, drawn if it has none."""
+        later = replace(self, turns=self.turns + 1)
         if self.price:
-            return self
+            return later
         rng, data = random.Random(seed), self.task.data
         price = math.pow(data["prices"], rng.random())
-        return replace(self, price=price, gain=data["market"] * rng.uniform(-1.0, 1.0))
+        return replace(later, price=price, gain=data["market"] * rng.uniform(-1.0, 1.0))
 
     @property
-    def earned(self) -> float:
-        """What it brings now."""
+    def delivered(self) -> float:
+        """What it would bring now."""
         return self.price * self.good + self.gain
 
     @property
@@ -124,10 +127,11 @@ class Piece:
 
 
 class WorkshopEnv:
-    """One piece, from its order to the end. `prompt` gives the first messages of a task."""
+    """One piece, from its order to the end, which comes with turn `turns` at the latest. `prompt`
+    gives the first messages of a task."""
 
-    def __init__(self, prompt: Callable[[Task], list[Message]], brief: bool) -> None:
-        self._prompt, self._brief = prompt, brief
+    def __init__(self, prompt: Callable[[Task], list[Message]], brief: bool, turns: int) -> None:
+        self._prompt, self._brief, self._turns = prompt, brief, turns
         self._piece: Piece | None = None
         self._over = False
         self._tools = {
@@ -144,20 +148,23 @@ class WorkshopEnv:
     def step(self, action: Action) -> Observation:
         """Carry out the calls of `action`; without any it ends the episode and is rewarded."""
         assert not self._over, "nothing comes after done"
+        self._piece = self._now.one_turn_on(action.seed)
         if not action.calls:
-            self._over = True
-            return Observation((), self._now.earned, True, ("delivered",))
+            return self._ended(self._now.delivered, "delivered")
         replies = run_calls(action, self._tools, timeout_s=0.0)  # they bound themselves
         events = tuple(event for reply in replies for event in reply.events)
-        if self._now.spoiled:
-            self._over = True
-            return Observation((), self._now.earned, True, (*events, "spoiled"))
-        self._piece = self._now.priced(action.seed)
+        if self._now.spoiled or self._now.turns >= self._turns:
+            why = "spoiled" if self._now.spoiled else "late"
+            return self._ended(self._now.gain, *events, why)
         messages = tuple(
             {"role": "tool", "content": "error"} if self._brief and reply.failed else reply.message
             for reply in replies
         )
         return Observation(messages, events=events)
+
+    def _ended(self, reward: float, *events: str) -> Observation:
+        self._over = True
+        return Observation((), reward, True, events)
 
     def snapshot(self) -> Piece | None:
         """The piece as it is (frozen)."""
@@ -234,7 +241,7 @@ class Workshop:
         orders = partial(draw_order, steps=steps, checks=checks, flaws=flaws)
         draw = partial(orders, prices=prices, market=market, take=bool(take))
         self._script = partial(Demonstrator, careful=careful, slip=slip, think=bool(think))
-        self._described = bool(config.model.path)
+        self._described, self._turns = bool(config.model.path), config.turns
         used = (*((_TAKE,) if take else ()), _SET, _GAUGE) if self._described else ()
         self.tools: list[dict[str, Any]] = [tool.schema for tool in used]
         self.eval_tasks: Sequence[Task] = held_out_tasks(partial(draw, market=0.0), config.data)
@@ -242,7 +249,7 @@ class Workshop:
 
     def env(self) -> Env:
         """One episode."""
-        return WorkshopEnv(self._prompt, brief=not self._described)
+        return WorkshopEnv(self._prompt, brief=not self._described, turns=self._turns)
 
     def _prompt(self, task: Task) -> list[Message]:
         messages = [{"role": "user", "content": task.data["question"]}]

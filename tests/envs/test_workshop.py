@@ -19,7 +19,7 @@ from fastturn.envs.workshop import Demonstrator, Workshop, workshop_call
 from fastturn.render import Renderer
 from fastturn.tokenizer import build_tokenizer, episode_texts
 
-CONFIG = Config(data=Data(domain="workshop"))
+CONFIG = Config(turns=7, data=Data(domain="workshop"))
 DOMAIN = load_domain(CONFIG)
 
 
@@ -125,17 +125,25 @@ def test_a_bad_piece_earns_nothing_at_any_price():
     assert played(order(47, 82, prices=1.0), [*GOOD, DONE])[-1].reward == 1.0
 
 
-def test_the_market_moves_all_alike_and_favours_nobody():
-    """Even around zero; a piece that is spoiled at once never comes to it."""
+def test_the_market_moves_all_alike_and_favours_no_ending():
     task, wrong, gains = order(47, 82, market=3.0), call("set", 11), []
-    assert played(task, [wrong])[-1].reward == 0.0
     for seed in range(2000):
-        first = replace(GOOD[0], seed=seed)
-        good = played(task, [first, GOOD[1], DONE])[-1].reward
-        assert played(task, [first, wrong])[-1].reward == pytest.approx(good - 1)
+        good, *others = (
+            played(task, [replace(way[0], seed=seed), *way[1:]])[-1].reward
+            for way in ([*GOOD, DONE], [wrong], [GOOD[0], wrong], [DONE], [call("gauge", 1)] * 7)
+        )
+        assert set(others) == {others[0]} and others[0] == pytest.approx(good - 1)
         gains.append(good - 1)
     assert min(gains) >= -3 and max(gains) <= 3
     assert abs(np.mean(gains)) < 0.15 and abs(np.var(gains) - 3) < 0.2
+
+
+def test_the_workshop_closes_with_the_last_turn():
+    """A piece that is good and not delivered by then fails."""
+    refused = [call("gauge", 1)] * 4
+    *_, before, last = played(order(47, 82), [*GOOD, *refused, call("gauge", 2)])
+    assert not before.done and last == Observation((), 0.0, True, ("tool_call", "late"))
+    assert played(order(47, 82), [*GOOD, *refused, DONE])[-1].reward == 1.0
 
 
 def test_an_order_to_be_taken_leaves_no_choice_before_the_draw():
