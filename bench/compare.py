@@ -5,15 +5,17 @@
     .venv/bin/python scripts/bench compare HEAD~1 HEAD ops attention --repeats 3
 
 Revisions are measured now, round by round, A and B taking turns, each in processes of its own; the
-third form takes any benchmark with its options. The ratio of their medians within each round has a
-95 % bootstrap interval. Of files there is only what they hold: the ratio of the medians, between
-the ratios of the outer percentiles.
+third form takes any benchmark with its options. Intervals are Student's, of the logarithm of the
+ratio of both medians within a round, and hold together at 95 %: of twenty comparisons of equal
+revisions one marks anything. Of files there is only what they hold: the ratio of the medians,
+between the ratios of the outer percentiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,12 +27,14 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-from .algorithms import interval
+import numpy as np
+
 from .record import ROOT, Row
 from .recorded import ForeignRow, read, require_history
-from .suites import Words
+from .suites import BenchError, Words
 
 NOISE = 0.02  # a change smaller than this is none
+WRONG = 0.05  # how often a table of nothing but noise has a mark
 Key = tuple[str, str, str]  # case, provider, metric
 # Runs a suite of whatever revision is on the path, and prints medians as JSON.
 MEDIANS = """
@@ -61,13 +65,33 @@ class Change:
 def of_rounds(
     a: Sequence[Mapping[Key, float]], b: Sequence[Mapping[Key, float]]
 ) -> dict[Key, Change]:
-    """What both measured in every round."""
+    """What both measured in every round, of at least two."""
     ratios: dict[Key, list[float]] = defaultdict(list)
     for one, other in zip(a, b, strict=True):
         for key in one.keys() & other.keys():
-            if one[key] > 0:
+            if one[key] > 0 and other[key] > 0:
                 ratios[key].append(other[key] / one[key])
-    return {key: Change(*interval(r)) for key, r in sorted(ratios.items()) if len(r) == len(a)}
+    whole = {key: r for key, r in sorted(ratios.items()) if len(r) == len(a)}
+    wide = student(1 - WRONG / max(1, len(whole)), len(a) - 1)
+    return {key: _change(r, wide) for key, r in whole.items()}
+
+
+def _change(ratios: Sequence[float], wide: float) -> Change:
+    log_R = np.log(ratios)
+    middle, far = log_R.mean(), wide * log_R.std(ddof=1) / math.sqrt(len(log_R))
+    low, ratio, high = np.exp([middle - far, middle, middle + far]).tolist()
+    return Change(ratio, low, high)
+
+
+def student(share: float, freedom: int) -> float:
+    """Within how many standard errors of 0 that share of Student's distribution lies: with
+    t = √freedom · tan θ its density is that of cos θ to the power freedom - 1.
+
+    Example: (0.95, 4) is 2.776.
+    """
+    angle_N = np.linspace(0.0, math.pi / 2, 100_001)
+    held_N = np.cumsum(np.cos(angle_N) ** (freedom - 1))
+    return math.sqrt(freedom) * math.tan(np.interp(share, held_N / held_N[-1], angle_N))
 
 
 def of_files(a: Path, b: Path) -> dict[Key, Change]:
@@ -122,6 +146,8 @@ def measured(path: Path, words: Words) -> dict[Key, float]:
 
 def of_revisions(a: str, b: str, every: Sequence[Words], rounds: int) -> dict[Key, Change]:
     """Both measured `rounds` times, in turn."""
+    if rounds < 2:
+        raise BenchError(f"--rounds {rounds}: one round does not show noise; take two or more")
     with tempfile.TemporaryDirectory() as folder:
         paths = [package(name, Path(folder) / str(i)) for i, name in enumerate((a, b))]
         found: list[list[dict[Key, float]]] = [[], []]
@@ -164,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("a", metavar="A", help="a revision")
     parser.add_argument("b", metavar="B", help="another")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="NAME [OPTION ...]")
+    parser.add_argument("name", metavar="NAME", help="a benchmark; its options follow")
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTION ...")
     parser.add_argument("--rounds", type=int, default=5, help="before A")
     args = parser.parse_args(argv)
-    return compare(args.a, args.b, [tuple(args.words)], args.rounds)
+    return compare(args.a, args.b, [(args.name, *args.options)], args.rounds)
