@@ -80,14 +80,23 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def of_data(data: Path) -> dict[str, dict[str, Fitted]]:
-    """Fits by set and part."""
+    """Fits by set and part. `ConfigError` for a file that is missing or not as it is published."""
+    found: dict[str, Texts] = {}
+    for name, read in SETS.items():
+        try:
+            found[name] = read(data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--data {data}: expected the files of {name} as they are published "
+                f"({type(error).__name__}: {error}); download them again"
+            ) from error
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     return {
         name: {
-            part: fit([len(ids) for ids in tokenizer(list(texts))["input_ids"]])
-            for part, texts in read(data).items()
+            part: fit([len(ids) for ids in tokenizer(list(told))["input_ids"]])
+            for part, told in texts.items()
         }
-        for name, read in SETS.items()
+        for name, texts in found.items()
     }
 
 

@@ -135,11 +135,13 @@ def every_benchmark(device: str) -> list[Words]:
 def chosen(options: argparse.Namespace, device: str) -> list[Words]:
     """What the command line names."""
     if options.suite != "all":
+        if options.data is not None:
+            raise BenchError(f"--data {options.data}: only all reads it; leave it out")
         return benchmarks([options.suite], device)
     if options.data is None:
         print("lengths: left out, name the folder of public data by --data DIR (bench/lengths.py)")
         return every_benchmark(device)
-    return [*every_benchmark(device), ("lengths", "--data", str(options.data))]
+    return [("lengths", "--data", str(options.data)), *every_benchmark(device)]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def test_a_suite_runs_its_benchmarks_and_all_runs_every_one(ran: list[Any]) -> N
     }
     ran.clear()
     assert cli.main(["bench", "all", "--no-record", "--data", "here"]) == 0
-    assert ran[-1] == ("lengths", ["--data", "here", "--no-record"])
+    assert ran[0] == ("lengths", ["--data", "here", "--no-record"])
 
 
 def test_every_benchmark_that_fills_a_table_is_one_of_the_script() -> None:
@@ -93,6 +93,7 @@ def test_every_benchmark_that_fills_a_table_is_one_of_the_script() -> None:
         (["ops", "--against", "cce"], "--against cce: it runs on GPUs only"),
         (["ops", "--device", "cuda"], "--device cuda: torch sees no CUDA device"),
         (["--compare", "nowhere", "HEAD"], "--compare nowhere: neither a file nor a revision"),
+        (["pack", "--data", "here"], "--data here: only all reads it"),
         (["pack", "--compare", "HEAD", "nowhere"], "--compare nowhere: neither a file nor"),
         (["--compare", "pyproject.toml", "HEAD"], "expected a file beside the other one"),
     ],

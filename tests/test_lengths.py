@@ -75,6 +75,16 @@ def test_the_table_is_what_was_recorded() -> None:
                 assert row is None or known[field] == pytest.approx(row.p50, rel=1e-3)
 
 
+def test_public_data_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    words = ["--data", str(tmp_path), "--no-record"]
+    with pytest.raises(ConfigError, match=r"expected the files of tool-dialogues .*No such file"):
+        main(words)
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "glaive_toolcall_en_demo.json").write_text('[{"tools": 3}]')
+    with pytest.raises(ConfigError, match=r"files of tool-dialogues .*KeyError"):
+        main(words)
+
+
 def test_a_run_of_ones_own_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="expected a run with a tokenizer in it"):
         main(["--run", str(tmp_path)])
