@@ -62,6 +62,9 @@ class Case:
 CASES = {
     "frontdesk": Case("frontdesk", (), 10000, RULED),
     "frontdesk-warmer": Case("frontdesk", ("warm.steps=1200",), 10000, RULED),
+    "frontdesk-steady": Case(
+        "frontdesk", ("warm.steps=1200", "tasks=16"), 10000, ("outcome", "full")
+    ),
     "frontdesk-long": Case("frontdesk", (), 20000, ("outcome", "full")),
     "shell": Case("shell", (), 10000, RULED),
     "frontdesk-gate": Case(
