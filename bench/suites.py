@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from . import served
 from .record import require_clean
 
 Words = tuple[str, ...]  # a benchmark and its options, as behind scripts/bench
@@ -72,12 +73,6 @@ def _package(name: str) -> Callable[[], bool]:
     return lambda: importlib.util.find_spec(name) is not None
 
 
-def _vllm() -> bool:
-    from fastturn.serve import find_engine
-
-    return find_engine() is not None
-
-
 EXTRA = "install fastturn[bench]"
 PEERS = {
     "liger": Peer(("ops",), _package("liger_kernel"), EXTRA),
@@ -85,7 +80,7 @@ PEERS = {
     "trl": Peer(("ops", "train"), _package("trl"), EXTRA),
     "prefix-grouper": Peer(("step",), _package("prefix_grouper"), EXTRA),
     "hf": Peer(("rollout",), _package("transformers"), "install transformers"),
-    "vllm": Peer(("rollout",), _vllm, "bash scripts/setup_vllm_cpu (CPUs), or vllm on the PATH"),
+    "vllm": Peer(("rollout",), lambda: served.engine() is not None, served.REMEDY),
 }
 
 

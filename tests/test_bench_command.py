@@ -114,9 +114,9 @@ def test_a_missing_peer_is_named(
     monkeypatch.setitem(suites.PEERS, "liger", away)
     assert cli.main(["bench", "ops", "--against", "liger"]) == 2
     assert "liger: not installed; install fastturn[bench]" in capsys.readouterr().err
-    monkeypatch.setattr("fastturn.serve.find_engine", lambda: None)
+    monkeypatch.setattr("fastturn.bench.served.engine", lambda: None)
     assert cli.main(["bench", "rollout", "--against", "vllm"]) == 2
-    assert "vllm: not installed; bash scripts/setup_vllm_cpu" in capsys.readouterr().err
+    assert "vllm: not installed; install fastturn[rollout], and vLLM" in capsys.readouterr().err
     assert not ran
 
 

@@ -63,7 +63,9 @@ def test_both_providers_sample_what_was_asked() -> None:
 def test_where_there_is_no_vllm_it_is_left_out_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(served, "find_engine", lambda: None)
+    monkeypatch.setattr(served, "engine", lambda: None)
     with served.served(Policy(random_model(TINY, 1).eval()), 64, 1) as samplers:
         assert samplers == {}
-    assert "vllm: left out, neither .venv-vllm nor vllm on the PATH" in capsys.readouterr().out
+    assert (
+        "vllm: left out; install fastturn[rollout], and vLLM beside it" in capsys.readouterr().out
+    )
