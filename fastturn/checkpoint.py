@@ -219,23 +219,24 @@ def _on_all(world: World, action: Callable[[], T], refusal: Refusal, folder: Pat
     """Its result, on every rank; `CheckpointError` on all of them when it fails on one."""
     result: Any = None
     failure: BaseException | None = None
+    cause: tuple[int, str] | None = None
     try:
         result = action()
     except refusal.errors as error:
-        failure = error
-    for rank, cause in enumerate(world.all_gather_objects(failure and _cause(failure))):
-        if cause is not None:
-            by = f" (rank {rank})" if world.size > 1 else ""
-            raise CheckpointError(refusal.text.format(f"{folder}{by}: {cause}")) from failure
+        failure, cause = error, _cause(error, world.rank)
+    for told in world.all_gather_objects(cause):
+        if told is not None:
+            by = f" (rank {told[0]})" if world.size > 1 else ""
+            raise CheckpointError(refusal.text.format(f"{folder}{by}: {told[1]}")) from failure
     return result
 
 
-def _cause(error: BaseException) -> str:
-    """The error itself, out of the collection that torch raises for several ranks."""
+def _cause(error: BaseException, rank: int) -> tuple[int, str]:
+    """Which rank failed and why; torch raises what happened to one of them on all."""
     failures = getattr(error, "failures", None)
     if failures:
-        error = next(iter(failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
+        rank, (error, _) = next(iter(failures.items()))
+    return rank, f"{type(error).__name__}: {error}"
 
 
 def latest(root: Path) -> Path | None:

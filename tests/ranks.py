@@ -278,6 +278,29 @@ def damaged(world: World, found: dict[str, Any], folder: Path) -> None:
         found["damaged"] = str(error)
 
 
+def refused(world: World, found: dict[str, Any], folder: Path) -> None:
+    """The disk of one rank takes nothing, then something again."""
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    learner = learner_of("adamw", world, folder)
+    place = folder / "refused" / "1"
+    write = checkpoint.dcp.FileSystemWriter.write_data
+    for tried in ("refused", "taken"):
+        checkpoint.dcp.FileSystemWriter.write_data = (
+            full if tried == "refused" and world.rank == 1 else write
+        )
+        try:
+            args = (learner.policy.model, learner.optimizers, {"n": 1})
+            checkpoint.save(place, *args, world=world)
+        except checkpoint.CheckpointError as error:
+            found[tried] = str(error)
+        world.barrier()
+        found[f"{tried}, on disk"] = sorted(path.name for path in place.parent.glob("*"))
+        world.barrier()
+
+
 def skipped(world: World, found: dict[str, Any], folder: Path) -> None:
     """A loss that is not finite on one rank only."""
     learner = learner_of("adamw", world, folder / "skip")
@@ -370,6 +393,7 @@ def main(folder: Path) -> None:
         stepped(world, found, folder)
         odd_matrices(world, found)
         damaged(world, found, folder)
+        refused(world, found, folder)
         skipped(world, found, folder)
         mirrored(world, found, folder)
         torch.save(found, folder / f"rank-{world.rank}.pt")

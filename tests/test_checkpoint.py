@@ -115,6 +115,14 @@ def test_one_wrong_byte_of_a_weight_or_a_moment_is_noticed(tmp_path):
     checkpoint.load_weights(folder, model, optimizers)
 
 
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    model = small_model()
+    with pytest.raises(checkpoint.CheckpointError, match=r"could not write .*checkpoints/000001"):
+        folder = tmp_path / "checkpoints" / "000001"
+        checkpoint.save(folder, model, training_optimizer(model, Optim()), {})
+
+
 def test_weights_of_another_model_are_refused(tmp_path):
     model = nn.Linear(4, 4)
     checkpoint.save(tmp_path / "000001", model, training_optimizer(model, Optim()), {})

@@ -225,6 +225,13 @@ def test_a_damaged_checkpoint_is_named_on_both_ranks(found):
     assert re.match(named, found[0]["damaged"])
 
 
+def test_a_disk_that_is_full_for_one_rank_refuses_the_checkpoint_of_both(found):
+    for one in found:
+        assert re.match(r"could not write .*\(rank 1\).*No space left.*intact", one["refused"])
+        assert one["refused, on disk"] == []
+        assert "taken" not in one and one["taken, on disk"] == ["1"]
+
+
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_both(found, folder):
     for one in found:
         assert one["skip"] == (0, 1) and one["skip unchanged"]
