@@ -28,7 +28,7 @@ def evaluate(options: argparse.Namespace) -> int:
                 f"or {SMOLLM2}, but {reason}; name one, for example runs/quickstart-rtpo-seed0"
             )
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from fastturn.evalpages import rows, write
     from fastturn.evaluate import SETTINGS, Subject, examine
@@ -51,7 +51,7 @@ def evaluate(options: argparse.Namespace) -> int:
         for file in written:
             print(file)
     heads, measured = rows(found)
-    table = Table("measure", *heads)
+    table = Table("measure", *(Column(head, overflow="fold") for head in heads))
     for name, cells in measured:
         table.add_row(name, *cells)
     Console().print(table)

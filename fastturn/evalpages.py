@@ -27,23 +27,28 @@ PAGE = """<!doctype html>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem;
   color: #1d2126; background: #f6f6f3; }
-table { border-collapse: collapse; } th, td { padding: 3px 12px; border-bottom: 1px solid #e2e2dc; }
-td { text-align: right; } th { text-align: left; font-weight: 500; }
-.pair { display: grid; gap: 12px; grid-template-columns: repeat({{ models | length }}, 1fr); }
+.wide { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { padding: 3px 12px; border-bottom: 1px solid #e2e2dc; }
+td { text-align: right; } th { text-align: left; font-weight: 500; overflow-wrap: anywhere; }
+tr:first-child th, td { min-width: 11rem; }
+.pair { display: grid; gap: 12px;
+  grid-template-columns: repeat({{ models | length }}, minmax(0, 1fr)); }
 .card { background: #fff; border: 1px solid #e2e2dc; border-radius: 8px; padding: 10px 14px; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; margin: 4px 0; }
 .said { background: #e3ecfa; padding: 4px 8px; }
 .solved { color: #14804a; } .not { color: #c0392b; }
-.call { color: #164a96; } .control, .role { color: #8a919c; }
+.call { color: #164a96; } .observation { color: #8a5a00; } .think { font-style: italic; }
+.control, .role, .model { color: #8a919c; } .model { overflow-wrap: anywhere; }
 </style></head><body>
 <h1>Evaluation</h1>
 <p>{{ domain }} · {{ tasks }} tasks · seed {{ seed }} · {{ commit }}</p>
-<table><tr><th>measure</th>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
+<div class="wide"><table>
+<tr><th>measure</th>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for name, cells in rows %}<tr><th>{{ name }}</th>
-{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
+{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
 <h2>Episodes ({{ setting }})</h2>
 {% for name, columns in shown %}<h3>{{ name }}</h3><div class="pair">
-{% for episode in columns %}<div class="card">
+{% for episode in columns %}<div class="card"><div class="model">{{ episode.model }}</div>
 <b class="{{ 'solved' if episode.solved else 'not' }}">{{ episode.verdict }}</b>
 {% for turn in episode.turns %}<pre>{{ turn.context }}</pre>
 <pre class="said">{{ turn.action }}</pre>
@@ -181,4 +186,9 @@ def _told(subject: Subject, episode: Trajectory) -> dict[str, Any]:
     verdict = (
         f"{'solved' if episode.success else 'not solved'}, {episode.ending}, reward {reward:g}"
     )
-    return {"solved": episode.success, "verdict": verdict, "turns": turns}
+    return {
+        "model": str(subject.path),
+        "solved": episode.success,
+        "verdict": verdict,
+        "turns": turns,
+    }

@@ -218,6 +218,7 @@ def test_two_models_are_tried_and_written_down(
     assert "| pass@2 |" in (tmp_path / "eval.md").read_text()
     page = (tmp_path / "eval.html").read_text()
     assert page.count('class="card"') == 6 and "<script" not in page
+    assert page.count(f'<div class="model">{model}</div>') == 6
 
 
 def test_a_setting_that_is_not_there(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
