@@ -340,6 +340,7 @@ def test_retail_identifies_its_customers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("desk", ["airline", "telecom"])
 def test_the_contract(desk: str) -> None:
     data = Data(domain=f"tau2:desk={desk}", eval_tasks=4)
