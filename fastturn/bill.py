@@ -55,6 +55,10 @@ _MORE_TRAINERS = (
 _NO_REMEDY = "nothing in the configuration makes it shorter"
 
 
+# What is in a part, where its name does not say all.
+MEANINGS = SPANS | {f"trainer waits for {who}": SPANS[span] for span, who in WAITS.items()}
+
+
 def device_seconds(run: RunFiles) -> float:
     """Of all pools; of an unfinished run what its last record says."""
     known = [r["device_seconds"] for r in run.records if "device_seconds" in r]
@@ -124,7 +128,7 @@ def show_slowest(run: RunFiles, console: Console) -> None:
     devices = plural(run.summary.get("devices", 1), "device")
     table = Table("part", "device-seconds", "share", "what it is", title=f"{run.name}, {devices}")
     for row in shares(found, whole):
-        meaning = SPANS.get(row["name"], "")
+        meaning = MEANINGS.get(row["name"], "")
         table.add_row(row["name"], f"{row['seconds']:,.2f}", percent(row["share"]), meaning)
     console.print(table)
     name = next(iter(found))

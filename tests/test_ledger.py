@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastturn import cli
-from fastturn.bill import REMEDIES, SERVING, bill, device_seconds, parts, remedy, waiting
+from fastturn.bill import MEANINGS, REMEDIES, SERVING, bill, device_seconds, parts, remedy, waiting
 from fastturn.energy import open_energy
-from fastturn.ledger import WAITS_WITH_SERVERS, Held, curves, levels
+from fastturn.ledger import WAITS, WAITS_WITH_SERVERS, Held, curves, levels
 from fastturn.meter import SPANS, Follower, Meter
 from fastturn.records import read_lines
 from fastturn.runfiles import load
@@ -262,5 +262,6 @@ def test_every_part_that_can_be_reduced_says_how() -> None:
     names = {f"trainer waits for {r}" for r in WAITS_WITH_SERVERS.values()} | {SERVING}
     spans = set(SPANS) - set(WAITS_WITH_SERVERS) - {"other", "report"}
     assert names | spans <= set(REMEDIES)
+    assert all(MEANINGS[f"trainer waits for {who}"] for who in WAITS.values())
     assert set(REMEDIES) <= names | set(SPANS)
     assert remedy("servers wait for publish") and remedy("other").startswith("nothing")
