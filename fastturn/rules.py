@@ -62,7 +62,8 @@ class Rule:
         return self.function(*args)
 
     def judge(self, before: Any, action: Action, after: Any) -> float:
-        """`worth`, or `RuleError` when the rule raises or the result is no finite number."""
+        """`worth`, or `RuleError` when the rule raises, or the result is no finite number or
+        larger than the magnitude."""
         try:
             value = float(self.worth(before, action, after))
         except Exception as error:
@@ -72,6 +73,11 @@ class Rule:
             ) from error
         if not math.isfinite(value):
             raise RuleError(f"the rule {self.name} gave {value}; expected a finite number")
+        if abs(value) > self.magnitude * (1 + 1e-9):
+            raise RuleError(
+                f"the rule {self.name} gave {value:g}, more than its magnitude "
+                f"{self.magnitude:g}: expected a potential between 0 and 1; divide it by its range"
+            )
         return value
 
 
@@ -135,11 +141,11 @@ def checked(rules: Sequence[Rule]) -> tuple[Rule, ...]:
         if count > 1:
             raise ConfigError(f"the rule {name!r} is declared {count} times; rename one of them")
     for rule in rules:
-        if not 0 < rule.magnitude < 1:
+        if not (isinstance(rule.magnitude, int | float) and 0 < rule.magnitude < 1):
             raise ConfigError(
-                f"the rule {rule.name!r} has magnitude {rule.magnitude}: expected a number between "
-                f"0 and 1, because success is worth 1 and must stay worth more than any one move; "
-                f"0.25 is a usual choice"
+                f"the rule {rule.name!r} has magnitude {rule.magnitude!r}: expected a number "
+                f"between 0 and 1, because success is worth 1 and must stay worth more than any "
+                f"one move; 0.25 is a usual choice"
             )
         _check_twin(rule, named)
     return tuple(rules)

@@ -120,12 +120,33 @@ def test_the_documented_rules_pass_on_a_domain_that_has_what_they_read(tmp_path)
             + PAIR.format(0.25, "return next(ticks) % 2 == 0", WELL[1]),
         ),
         (
+            "deterministic",
+            FAIL,
+            "seen = set()\n"
+            + PAIR.format(
+                0.25,
+                "key = state, action.text; new = key not in seen; seen.add(key); return new",
+                WELL[1],
+            ),
+        ),
+        (
+            "pure",
+            FAIL,
+            PAIR.format(0.25, "[c.arguments.update(x=1) for c in action.calls]; return False", ANY),
+        ),
+        (
+            "answers",
+            FAIL,
+            PAIR.format(0.25, *WELL) + "\n@progress(0.5)\ndef p(s): return 9 * s.calls",
+        ),
+        (
             "pure",
             FAIL,
             PAIR.format(0.25, "object.__setattr__(state, 'seen', 1); return False", WELL[1]),
         ),
         ("1 commission, not omission", FAIL, PAIR.format(0.25, "return not action.calls", WELL[1])),
         ("2 outcome is the driver", FAIL, PAIR.format(0.9, ANY, "return False")),
+        ("2 outcome is the driver", FAIL, PAIR.format(0.9, ANY, ANY)),  # the sum of both is 0
         ("2 outcome is the driver", WARN, PAIR.format(0.4, ANY, "return False")),
         ("4 compliance is reachable", FAIL, PAIR.format(0.25, WELL[0], "return False")),
         ("penalties are met", WARN, PAIR.format(0.25, "return False", WELL[1])),
@@ -133,6 +154,12 @@ def test_the_documented_rules_pass_on_a_domain_that_has_what_they_read(tmp_path)
 )
 def test_every_fault_has_its_line(tmp_path, check: str, status: str, rules: str):
     assert statuses(tmp_path, HEAD + rules)[check] == status
+
+
+def test_a_rule_that_changes_states_does_not_put_others_to_blame(tmp_path):
+    bad = "object.__setattr__(state, 'calls', 7); return False"
+    found = statuses(tmp_path, HEAD + PAIR.format(0.25, bad, "return state.calls == 0"))
+    assert (found["pure"], found["deterministic"]) == (FAIL, PASS)
 
 
 def test_rules_that_punish_the_reference_are_named_with_its_tasks(tmp_path):

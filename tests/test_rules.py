@@ -167,6 +167,8 @@ def test_rules_that_cannot_be_trained_on_are_refused():
         checked([alone, opens_unlocked])
     with pytest.raises(ConfigError, match=r"names the twin 'opens_unlocked'.*there is none"):
         checked([opens_locked])
+    with pytest.raises(ConfigError, match=r"opens_locked.*magnitude '0.25'"):
+        checked([replace(opens_locked, magnitude="0.25"), opens_unlocked])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="declared 2 times"):
         checked([way, way])
     assert checked(RULES) == RULES
@@ -198,9 +200,22 @@ def test_rules_come_from_a_file_of_ones_own(tmp_path):
     assert domain.tools == load_domain(Config()).tools
 
 
+def test_a_rule_that_is_imported_as_well_is_the_same_rule(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("from fastturn.envs.desk_rules import dials_in_hours\n" + OWN)
+    plain, own = (
+        load_domain(Config(data=Data(domain="frontdesk", rules=rules))) for rules in ("", str(file))
+    )
+    assert len(own.rules) == len(plain.rules) + 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("x = = 1\n", "SyntaxError.*line 1"), ("\nimport no_such_module\n", "ModuleNotFound.*line 2")],
+    [
+        ("x = = 1\n", "SyntaxError.*line 1"),
+        ("\nimport no_such_module\n", "ModuleNotFound.*line 2"),
+        ("raise SystemExit(5)\n", "SystemExit: 5.*line 1"),
+    ],
 )
 def test_a_file_that_cannot_be_loaded_is_named_with_its_line(tmp_path, text: str, message: str):
     file = tmp_path / "own.py"

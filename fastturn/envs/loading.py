@@ -29,7 +29,8 @@ def load_domain(config: Config) -> Domain:
     function, or rules that cannot be trained on, and `DomainError` for tasks that cannot be used.
     """
     domain = _named(config)
-    rules = checked([*getattr(domain, "rules", ()), *_own_rules(config.data.rules)])
+    found = [*getattr(domain, "rules", ()), *_own_rules(config.data.rules)]
+    rules = checked(list({id(rule): rule for rule in found}.values()))  # imported: the same rule
     trained = set(config.rewards) - {"outcome"}
     if trained and not rules:
         raise ConfigError(
@@ -106,7 +107,7 @@ def _own_domain(factory: Callable[..., Any], config: Config) -> Domain:
     return domain
 
 
-def _where(error: Exception) -> str:
+def _where(error: Exception | SystemExit) -> str:
     """The file and line that raised, of an error that does not say so itself."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if isinstance(error, SyntaxError) else f", {last.filename}, line {last.lineno}"
@@ -140,7 +141,7 @@ def _own_module(path: Path, key: str, value: str) -> ModuleType:
         return _load_module(path.resolve())
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}={value!r}: the file cannot be loaded ({type(error).__name__}: {error}"
             f"{_where(error)}); mend it, `python {path}` shows the same"
