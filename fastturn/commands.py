@@ -183,9 +183,11 @@ def probe(options: argparse.Namespace) -> int:
     config = override(recipe_of(options.recipe), options.pairs)
     from rich.console import Console
 
-    from fastturn.probe import probe, show, write_plot
+    from fastturn.probe import check_plot, probe, show, write_plot
     from fastturn.progress import Progress
 
+    if options.plot:
+        check_plot(options.plot)
     with Progress(quiet=options.json) as progress:
         found = probe(config, progress)
     if options.json:

@@ -303,6 +303,11 @@ def check(config: Config) -> Config:
             raise ConfigError(f"rewards={name!r}: expected any of {', '.join(REWARDS)}")
     if not config.rewards or config.rewards == ("gated",):
         raise ConfigError(f"rewards is empty: expected one or more of {', '.join(REWARDS[:-1])}")
+    if {"gated", "fulfilment"} <= set(config.rewards):
+        raise ConfigError(
+            f"rewards={','.join(config.rewards)}: gated counts fulfilments in successful episodes "
+            f"only, fulfilment in all; leave one of them out"
+        )
     if not 0 < config.gamma <= 1:
         raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
     if not 0 <= config.optim.beta2 < 1:

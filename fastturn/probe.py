@@ -22,7 +22,7 @@ from rich.table import Table
 
 from fastturn import trainer
 from fastturn.channels import variance
-from fastturn.config import Config
+from fastturn.config import Config, ConfigError
 from fastturn.dist import open_world
 from fastturn.progress import Progress
 from fastturn.run import Run, open_run
@@ -151,6 +151,17 @@ def show(found: Probe, console: Console) -> None:
         "A reward that varies within groups can teach; whether it teaches what you want is another "
         "question (necessary, not sufficient)."
     )
+
+
+PLOTS = (".svg", ".png", ".pdf")
+
+
+def check_plot(path: Path) -> None:
+    """`ConfigError` for a file that `write_plot` cannot write, before anything is measured."""
+    if path.suffix not in PLOTS:
+        raise ConfigError(f"--plot {path}: expected a name that ends in one of {', '.join(PLOTS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
 
 
 def write_plot(found: Probe, path: Path) -> None:

@@ -241,6 +241,14 @@ def test_a_probe_measures_each_reward_on_its_own():
     assert found.trained.live_groups == 1.0 and found.trained.dead_updates == 0.0
 
 
+@pytest.mark.parametrize(("name", "said"), [("a.xyz", "ends in one of"), ("b/a.svg", "no folder")])
+def test_a_plot_that_cannot_be_written_is_named_before_anything_runs(
+    tmp_path, capsys, name: str, said: str
+):
+    assert cli.main(["probe", "quickstart", "--plot", str(tmp_path / name)]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_probe_runs_on_a_recipe(tmp_path, capsys):
     own = tmp_path / "own.py"

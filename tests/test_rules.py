@@ -244,6 +244,7 @@ def test_rules_that_are_not_there_are_refused(tmp_path):
         ("rewards=outcome,penalties", "expected any of"),
         ("rewards=", "rewards is empty"),
         ("rewards=gated", "rewards is empty"),
+        ("rewards=outcome,gated,fulfilment", "leave one of them out"),
         ("anneal=1.5", "a share between 0 and 1"),
         ("warm.compliant=-1", "a share between 0 and 1"),
     ],
