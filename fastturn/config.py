@@ -376,5 +376,5 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any]) -> Config:
     """Inverse of `as_dict`; unknown keys raise `ConfigError`, missing ones take defaults."""
-    pairs = [f"{k}={','.join(v) if isinstance(v, list) else v}" for k, v in values.items()]
-    return override(Config(), pairs)
+    lists = {k: ",".join(map(str, v)) for k, v in values.items() if isinstance(v, list)}
+    return override(Config(), [f"{k}={v}" for k, v in (values | lists).items()])

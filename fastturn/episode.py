@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from fastturn.config import Config, ConfigError
-from fastturn.envs.base import Domain, DomainError, Env, Message, Task
+from fastturn.envs.base import Action, Domain, DomainError, Env, Message, Observation, Task
 from fastturn.pool import within
 from fastturn.render import Conversation
 from fastturn.types import Boundary, Ending, Ids, SiblingGroup, Trajectory, Trunk, Turn
@@ -61,10 +61,12 @@ class Point:
 
 @dataclass(slots=True)
 class Episode:
-    """An episode being played from a point; `stream` names its random stream."""
+    """An episode being played from a point; `stream` names its random stream, `state` is the
+    environment's at the boundary that was kept last."""
 
     origin: Point
     env: Env
+    state: Any
     stream: tuple[object, ...]
     conversation: Conversation
     boundary: Boundary
@@ -76,10 +78,23 @@ class Episode:
     @classmethod
     def resume(cls, domain: Domain, point: Point, stream: tuple[object, ...]) -> Episode:
         """A new episode that goes on from `point`."""
-        env = domain.env()
-        env.restore(point.env_state)
         boundary = Boundary(0, point.conversation.context_T)
-        return cls(point, env, stream, point.conversation, boundary, point.tokens_sampled)
+        parts = point.env_state, stream, point.conversation, boundary, point.tokens_sampled
+        return cls(point, domain.env(), *parts)
+
+    def act(self, action: Action, keep: bool = False) -> Observation:
+        """What the environment makes of the next action; its first one finds it restored. `keep`:
+        the state that it leads to is wanted.
+
+        Everything an environment may take long for, or fail at, happens here, where callers set a
+        deadline: a restore may replay a whole episode.
+        """
+        if not self.turns:
+            self.env.restore(self.state)
+        answer = self.env.step(action)
+        if keep and not answer.done:
+            self.state = self.env.snapshot()
+        return answer
 
     @property
     def turn(self) -> int:
@@ -90,12 +105,12 @@ class Episode:
         return self.conversation.context_T
 
     def point(self) -> Point:
-        """The state it is in now."""
+        """The boundary it is at, when the state there was kept."""
         return replace(
             self.origin,
             turn=self.turn,
             tokens_sampled=self.tokens_sampled,
-            env_state=self.env.snapshot(),
+            env_state=self.state,
             conversation=self.conversation,
         )
 

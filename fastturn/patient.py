@@ -179,9 +179,9 @@ def other_weights(patient: Patient, change: Callable[[torch.Tensor], Any]) -> It
 
 def answer(run: Run, point: Point, action: Action) -> Any:
     """What the environment, restored, makes of an action."""
-    env = Episode.resume(run.domain, point, ()).env
+    episode = Episode.resume(run.domain, point, ())
     try:
-        answer = within(run.config.data.env_timeout_s, partial(env.step, action))
+        answer = within(run.config.data.env_timeout_s, partial(episode.act, action))
     except Exception as error:  # the answer of an environment that fails
         return error
     return answer.messages, answer.reward, answer.done, answer.events

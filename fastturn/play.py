@@ -144,7 +144,7 @@ class _Table:
 
     def _act(self, key: Key, completions: Sequence[Completion]) -> None:
         """Let the environments answer; actions cut by their budget end the episode unanswered."""
-        first = max(0, key[1])
+        first, keep = max(0, key[1]), self.cohorts[key[0]].trunk
         for place, episode in enumerate(self.episodes(key), first):
             completion = completions[place - first]
             episode.tokens_sampled += len(completion.action_A)
@@ -156,7 +156,7 @@ class _Table:
             named = self.play.config.seed, "environment", *episode.stream, episode.turn
             action = replace(action, seed=stream_seed(*named))
             self.acting[key[0], place] = completion
-            self.inbox.call((key[0], place), partial(episode.env.step, action))
+            self.inbox.call((key[0], place), partial(episode.act, action, keep))
 
     def _observe(self, key: Key, completion: Completion, answer: Observation | Exception) -> None:
         (episode,) = self.episodes(key)

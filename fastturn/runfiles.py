@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fastturn.forms import CONFIG, RECORD, SAMPLE, SUMMARY, misfit
 from fastturn.meter import NONFINITE
 from fastturn.records import DamagedFile, read_lines
 
@@ -95,13 +96,13 @@ class RunFiles:
 
 
 def load(out: Path) -> RunFiles:
-    """The files of the run in `out`. Raises `DamagedFile` for what is no JSON."""
-    settings = _read_json(out / "config.json")
+    """The files of the run in `out`. Raises `DamagedFile` for what no run writes."""
+    settings = _read_json(out / "config.json", CONFIG)
     return RunFiles(
         name=out.resolve().name,
-        records=read_lines(out / "records.jsonl"),
-        samples=read_lines(out / "samples.jsonl"),
-        summary=_read_json(out / "summary.json"),
+        records=_read_lines(out / "records.jsonl", RECORD),
+        samples=_read_lines(out / "samples.jsonl", SAMPLE),
+        summary=_read_json(out / "summary.json", SUMMARY),
         config=settings.get("config") or {},
         recipe=settings.get("recipe") or {},
     )
@@ -134,13 +135,21 @@ def _is_event(name: str) -> bool:
     return name != NONFINITE and not name.startswith("ending_")
 
 
-def _read_json(path: Path) -> Record:
+def _read_json(path: Path, form: Any) -> Record:
     if not path.exists():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DamagedFile(f"{path}: expected a JSON object ({error}); delete the file") from error
-    if not isinstance(value, dict):
-        raise DamagedFile(f"{path}: expected a JSON object, got {type(value).__name__}; delete it")
-    return value
+    if wrong := misfit(value, form, path.stem):
+        raise DamagedFile(f"{path}: {wrong}; delete the file")
+    return dict(value)
+
+
+def _read_lines(path: Path, form: Any) -> list[Record]:
+    found = read_lines(path)
+    for number, record in enumerate(found, start=1):
+        if wrong := misfit(record, form, path.stem):
+            raise DamagedFile(f"{path}, line {number}: {wrong}; delete the line")
+    return found

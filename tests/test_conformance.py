@@ -231,19 +231,18 @@ def test_what_is_broken_is_named(env: type[Counter], checks: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "remedy"),
+    ("env", "limit", "most", "remedy"),
     [
-        (SlowStep, "rollouts wait for steps"),
-        (SlowSnapshot, "every boundary keeps a snapshot"),
-        (SlowRestore, "every sibling restores one"),
-        (Large, "keep in it what changes"),
+        (SlowStep, "SLOW_STEP_S", 0.0015, "rollouts wait for steps"),
+        (SlowSnapshot, "SLOW_STATE_S", 0.0015, "every boundary keeps a snapshot"),
+        (SlowRestore, "SLOW_STATE_S", 0.0015, "every sibling restores one"),
+        (Large, "LARGE_STATE", 1 << 20, "keep in it what changes"),
     ],
 )
 def test_what_is_slow_or_large_is_a_warning(
-    env: type[Counter], remedy: str, monkeypatch: pytest.MonkeyPatch
+    env: type[Counter], limit: str, most: float, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conformance, "SLOW_STEP_S", 0.0015)
-    monkeypatch.setattr(conformance, "SLOW_STATE_S", 0.0015)
+    monkeypatch.setattr(conformance, limit, most)
     found = {line.check: line for line in conform(Counting(env), Config(turns=5))}
     assert found["timing"].status == WARN and remedy in found["timing"].remedy
     assert not [line for line in found.values() if line.status == FAIL]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fastturn import cli
 from fastturn.charts import Axis, Line, line_chart
 from fastturn.config import as_dict, override
 from fastturn.excerpts import folded, marked, transcripts
@@ -319,6 +320,49 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{half")
     with pytest.raises(ValueError, match=r"summary\.json"):
         write_report(tmp_path)
+
+
+def corrupted(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy in which the value at the dotted path is another one."""
+    changed = json.loads(json.dumps(document))
+    place: Any = changed
+    *names, last = [int(name) if name.isdigit() else name for name in path.split(".")]
+    for name in names:
+        place = place[name]
+    place[last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value", "message"),
+    [
+        ("summary.json", "spans.optimizer", "x", "summary.spans.optimizer: expected a number"),
+        ("summary.json", "spans", [1], r"summary.spans: expected an object, got \[1\]"),
+        ("summary.json", "pools", {"trainer": 3}, "summary.pools.trainer: expected an object"),
+        ("summary.json", "pools", {}, "summary.pools.trainer: expected an object, got None"),
+        ("summary.json", "device_seconds", "9", "summary.device_seconds: expected a number, got"),
+        ("summary.json", "success_after", {}, "summary.success_after: expected a number, got {}"),
+        ("summary.json", "levels", [{"success": 1}], r"levels\[0\].device_seconds: expected"),
+        ("config.json", "config", 3, "config.config: expected an object, got 3"),
+        ("records.jsonl", "counts", [2], "line 3: records.counts: expected an object"),
+        ("records.jsonl", "iteration", "two", "line 3: records.iteration: expected a whole number"),
+        ("samples.jsonl", "turns.0", 4, r"line 3: samples.turns\[0\]: expected an object, got 4"),
+        ("samples.jsonl", "turns.0.action", 4, r"turns\[0\].action: expected a text, got 4"),
+    ],
+)
+def test_what_no_run_writes_is_named(
+    tmp_path: Path, file: str, path: str, value: Any, message: str, capsys: Any
+) -> None:
+    write_run(tmp_path, iterations=2, warm=1)
+    (tmp_path / "config.json").write_text('{"config": {}, "recipe": {}}')
+    lines = (tmp_path / file).read_text().splitlines()
+    place = min(2, len(lines) - 1)
+    whole = "".join(lines) if file.endswith("json") else lines[place]
+    changed = json.dumps(corrupted(json.loads(whole), path, value))
+    lines = [changed] if file.endswith("json") else [*lines[:place], changed, *lines[place + 1 :]]
+    (tmp_path / file).write_text("\n".join(lines) + "\n")
+    assert cli.main(["report", str(tmp_path), "--slowest"]) == 2
+    assert re.search(f"{file}.*{message}.*; delete the (file|line)", capsys.readouterr().err)
 
 
 def test_marked_keeps_text_and_marks_its_parts() -> None:

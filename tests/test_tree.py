@@ -259,6 +259,66 @@ def test_hanging_and_raising_environments_are_left_out_and_counted(parts, caplog
     assert "the environment broke" in caplog.text
 
 
+class Unrestored(Hanging):
+    """A domain in which the restore of one task never returns and that of another raises."""
+
+    def env(self):
+        inner, release = self._domain.env(), self._release
+        restore = inner.restore
+
+        def stuck(state) -> None:
+            restore(state)
+            place = self.train_tasks.index(state)
+            if place == 1:
+                release.wait()
+            if place == 2:
+                raise RuntimeError("the environment is not what it was")
+
+        inner.restore = stuck
+        return inner
+
+
+def test_a_restore_that_hangs_or_raises_fails_its_episodes_and_no_others(parts, caplog):
+    release = threading.Event()
+    config = replace(CONFIG, data=replace(CONFIG.data, env_timeout_s=0.5))
+    run = rollout(parts, texts=("\\boxed{1}",), config=config, domain=Unrestored(parts[0], release))
+    tasks = [run.domain.train_tasks[i] for i in range(3)]
+    groups = run.fork(run.roots(tasks), 3, ("fork", 0))
+    release.set()
+    assert [group.task for group in groups] == [tasks[0].id] and len(groups[0].siblings) == 3
+    assert run.clock["env_timeout"] == run.clock["env_error"] == run.clock["group_lost"] + 1 == 3
+    assert "the environment is not what it was" in caplog.text
+
+
+class Unkept(Hanging):
+    """A domain whose environments have no state to show once they have been played."""
+
+    def env(self):
+        inner = self._domain.env()
+        step, snapshot = inner.step, inner.snapshot
+
+        def broken() -> None:
+            raise RuntimeError("nothing to keep")
+
+        def played(action) -> Observation:
+            inner.snapshot = broken
+            return step(action)
+
+        inner.step, inner.snapshot = played, snapshot
+        return inner
+
+
+def test_a_snapshot_that_raises_fails_the_trunk_only(parts, caplog):
+    texts = (calculator_call("2*3"),)
+    run = rollout(parts, texts=texts, domain=Unkept(parts[0], None))
+    points = run.roots([run.domain.train_tasks[0]])
+    (trunk,) = run.grow(points, ("trunk", 0))
+    assert trunk.trajectory.ending is Ending.FAILED and len(trunk.snapshots) == 1
+    assert "nothing to keep" in caplog.text
+    (group,) = run.fork(points, 2, ("fork", 0))
+    assert len(group.siblings) == 2
+
+
 def test_chance_of_the_environment_is_drawn_for_each_episode_and_kept_by_snapshots():
     """Workshop: prices of a group of episodes differ, those of siblings of a later turn do not, and
     the same rollout draws the same ones again."""
