@@ -10,10 +10,11 @@ their context is read once.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -94,7 +95,11 @@ class Rollout:
 
     def roots(self, tasks: Sequence[Task], trunks: int = 1) -> list[Point]:
         """The start of every task, `trunks` times over: the boundaries of turn 0. Tasks that leave
-        no room for an answer are left out (said, and counted as `task_too_long`)."""
+        no room for an answer are left out (said, and counted as `task_too_long`).
+
+        Points of one task are numbered through, as streams of random numbers are named by task and
+        number: a task that comes twice is played twice, not copied.
+        """
         found: list[list[Point]] = []  # of every task
         with self.clock.span("environment"):
             for task in self.peers.mine(tasks):
@@ -111,9 +116,11 @@ class Rollout:
                     )
                     self.clock.count("task_too_long")
                     continue
-                for trunk in range(trunks):
-                    found[-1].append(Point(task, trunk, 0, 0, env.snapshot(), conversation))
-        return [point for points in self.peers.join(found) for point in points]
+                for _ in range(trunks):
+                    found[-1].append(Point(task, 0, 0, 0, env.snapshot(), conversation))
+        numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        joined = [point for points in self.peers.join(found) for point in points]
+        return [replace(point, trunk=next(numbers[point.task.id])) for point in joined]
 
     def grow(self, roots: Sequence[Point], key: tuple[object, ...]) -> list[Trunk]:
         """One complete trajectory from every root, with the point of every boundary on its way."""

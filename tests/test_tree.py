@@ -182,6 +182,16 @@ def test_several_trunks_of_one_task_are_different_anchors(parts):
     assert len({content(group.siblings) for group in groups}) > 1
 
 
+def test_a_task_that_comes_twice_is_played_twice(parts):
+    """As where a stage wants more tasks than there are, or an epoch ends within it."""
+    run = rollout(parts)
+    one, other = run.domain.train_tasks[0], run.domain.train_tasks[1]
+    points = run.roots([one, other, one], trunks=2)
+    assert [point.trunk for point in points] == [0, 1, 0, 1, 2, 3]
+    groups = run.fork([points[0], points[4]], 6, ("fork", 0))
+    assert content(groups[0].siblings) != content(groups[1].siblings)
+
+
 def test_an_action_cut_by_its_budget_ends_the_episode_unanswered(parts):
     config = replace(CONFIG, sampling=Sampling(turn_tokens=3, episode_tokens=100))
     run = rollout(parts, texts=(calculator_call("2*3"),), config=config)
