@@ -112,7 +112,9 @@ def outcome(case: Case, arm: str, seed: int) -> dict[str, float]:
         "clean and solved": after.clean_success,
         "clean and solved, greedy": after.clean_success_greedy,
         "success before": before.success,
+        "success before, greedy": before.greedy,
         "violation-free before": before.violation_free,
+        "violation-free before, greedy": before.violation_free_greedy,
         "turns": after.turns_mean,
         "rollouts": run.cursor.totals["rollouts"],
         "iterations": len(iterations),
@@ -195,7 +197,9 @@ def tabulated(name: str, arms: Sequence[str], seeds: int) -> Iterator[str]:
 SHOWN = (
     *("success", "success, greedy", "violation-free", "violation-free, greedy"),
     *("clean and solved", "clean and solved, greedy"),
-    *("success before", "violation-free before", "turns", "dead iterations at first"),
+    *("success before", "success before, greedy"),
+    *("violation-free before", "violation-free before, greedy"),
+    *("turns", "dead iterations", "dead iterations at first"),
     *("Var O at first", "Var P at first", "largest error of the decomposition"),
     *("rollouts", "s / 1000 rollouts"),
 )
