@@ -30,7 +30,9 @@ _POOLS = {
     "servers": ({"busy": float, "idle": _NUMBERS, ...: float}, None),
 }
 
-CONFIG = _document(config={...: object}, recipe={...: object})
+_SETTINGS = {"algorithm": (str, None), "turns": (int, None), ...: object}
+
+CONFIG = _document(config=_SETTINGS, recipe=_SETTINGS)
 RECORD = _document(
     **{"kind": str, "split": str, "iteration": int, "stage": int, "steps": int},
     **dict.fromkeys(("spans", "counts", "endings", "hits", "overlap_saved_s"), _NUMBERS),

@@ -144,7 +144,7 @@ def _success_tile(run: RunFiles, key: str, label: str) -> dict[str, str]:
     tasks = run.summary.get("eval_tasks") or (after or before).get("eval_tasks")
     note = label
     if tasks and last is not None:
-        around = 1.96 * math.sqrt(last * (1 - last) / tasks)
+        around = 1.96 * math.sqrt(max(0.0, last * (1 - last)) / tasks)
         note += f" · {tasks} tasks · ±\u00a0{100 * around:.1f} points (95\u00a0%)"
     idle = run.summary.get("success_idle", after.get("idle"))
     if idle is not None:

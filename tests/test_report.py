@@ -344,6 +344,7 @@ def corrupted(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]
         ("summary.json", "success_after", {}, "summary.success_after: expected a number, got {}"),
         ("summary.json", "levels", [{"success": 1}], r"levels\[0\].device_seconds: expected"),
         ("config.json", "config", 3, "config.config: expected an object, got 3"),
+        ("config.json", "config", {"turns": ""}, "config.config.turns: expected a whole number"),
         ("records.jsonl", "counts", [2], "line 3: records.counts: expected an object"),
         ("records.jsonl", "iteration", "two", "line 3: records.iteration: expected a whole number"),
         ("samples.jsonl", "turns.0", 4, r"line 3: samples.turns\[0\]: expected an object, got 4"),
