@@ -285,35 +285,8 @@ def check(config: Config) -> Config:
             f"options, because the mean of a group of one sibling is the sibling itself and its "
             f"advantage is always 0; set group_size={least} or more"
         )
-    values = {key: value for key, _, value in fields(config)}
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: expected a finite number")
-    for key in POSITIVE:
-        if not values[key] > 0:
-            raise ConfigError(f"{key}={values[key]}: expected a positive number")
-    for key in NON_NEGATIVE:
-        if not values[key] >= 0:
-            raise ConfigError(f"{key}={values[key]}: expected zero or more")
-    for key in SHARES:
-        if not 0 <= values[key] <= 1:
-            raise ConfigError(f"{key}={values[key]}: expected a share between 0 and 1")
-    for name in config.rewards:
-        if name not in REWARDS:
-            raise ConfigError(f"rewards={name!r}: expected any of {', '.join(REWARDS)}")
-    if not config.rewards or config.rewards == ("gated",):
-        raise ConfigError(f"rewards is empty: expected one or more of {', '.join(REWARDS[:-1])}")
-    if {"gated", "fulfilment"} <= set(config.rewards):
-        raise ConfigError(
-            f"rewards={','.join(config.rewards)}: gated counts fulfilments in successful episodes "
-            f"only, fulfilment in all; leave one of them out"
-        )
-    if not 0 < config.gamma <= 1:
-        raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
-    if not 0 <= config.optim.beta2 < 1:
-        raise ConfigError(f"optim.beta2={config.optim.beta2}: expected a decay rate in [0, 1)")
-    if not config.loss.clip_low <= 1:
-        raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected at most 1")
+    _check_ranges(config)
+    _check_rewards(config.rewards)
     _check_rollout(config.rollout)
     if config.rollout.carrier == "lora" and not config.model.lora_rank:
         raise ConfigError(
@@ -339,6 +312,41 @@ def check(config: Config) -> Config:
             f"{config.group_size * config.model.max_context}, which every group fits"
         )
     return config
+
+
+def _check_ranges(config: Config) -> None:
+    values = {key: value for key, _, value in fields(config)}
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: expected a finite number")
+    for key in POSITIVE:
+        if not values[key] > 0:
+            raise ConfigError(f"{key}={values[key]}: expected a positive number")
+    for key in NON_NEGATIVE:
+        if not values[key] >= 0:
+            raise ConfigError(f"{key}={values[key]}: expected zero or more")
+    for key in SHARES:
+        if not 0 <= values[key] <= 1:
+            raise ConfigError(f"{key}={values[key]}: expected a share between 0 and 1")
+    if not 0 < config.gamma <= 1:
+        raise ConfigError(f"gamma={config.gamma}: expected a discount in (0, 1]")
+    if not 0 <= config.optim.beta2 < 1:
+        raise ConfigError(f"optim.beta2={config.optim.beta2}: expected a decay rate in [0, 1)")
+    if not config.loss.clip_low <= 1:
+        raise ConfigError(f"loss.clip_low={config.loss.clip_low}: expected at most 1")
+
+
+def _check_rewards(rewards: tuple[str, ...]) -> None:
+    for name in rewards:
+        if name not in REWARDS:
+            raise ConfigError(f"rewards={name!r}: expected any of {', '.join(REWARDS)}")
+    if not rewards or rewards == ("gated",):
+        raise ConfigError(f"rewards is empty: expected one or more of {', '.join(REWARDS[:-1])}")
+    if {"gated", "fulfilment"} <= set(rewards):
+        raise ConfigError(
+            f"rewards={','.join(rewards)}: gated counts fulfilments in successful episodes "
+            f"only, fulfilment in all; leave one of them out"
+        )
 
 
 def _check_rollout(rollout: Rollouts) -> None:
