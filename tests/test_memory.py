@@ -171,6 +171,8 @@ def added_bytes(device: torch.device, action: Callable[[], Any]) -> int:
 )
 def test_the_peak_of_a_step_is_the_predicted_one(name: str, way: str, tmp_path: Path) -> None:
     """Two micro-batches; the step is not the first, so moments are there."""
+    if way == EIGHT_BIT:
+        pytest.importorskip("torchao", reason="the package torchao is not installed")
     values = MODELS[name]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = override(Config(), [f"device={device}", *WAYS[way]])

@@ -114,11 +114,13 @@ def eight_bit(stance: str, folder: Path) -> None:
 
 
 def test_moments_of_eight_bits(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the package torchao is not installed")
     eight_bit("force_eager", tmp_path)
 
 
 @pytest.mark.slow
 def test_moments_of_eight_bits_in_compiled_steps(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the package torchao is not installed")
     eight_bit("default", tmp_path)
 
 
