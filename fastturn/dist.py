@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastturn.config import ConfigError
-from fastturn.lifeline import Lifeline
+from fastturn.lifeline import Lifeline, follow_launcher
 
 T = TypeVar("T")
 START_S = 30.0
@@ -227,6 +227,7 @@ def open_world(
         with _mesh_of_one(device) if mesh else nullcontext(World.single(device)) as world:
             yield world
         return
+    follow_launcher()
     rank, size = _place()
     shape, names = mesh_shape(size, shard_ranks)
     kind = _own_device(device)

@@ -2,6 +2,7 @@
 
     rank k dies ── its connection ends ──> rank 0 ── "gone" ──> all other ranks
     rank 0 dies ── all connections end ──> all other ranks
+    the launcher dies ── they have another parent ──> its ranks save and end as after Ctrl-C
 
 A collective on GPUs does not notice that a peer is gone, and a launcher sees its own machine only.
 The kernel closes the connections of a dead process at once; a machine that is off or cut off stops
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -25,7 +27,21 @@ from typing import Any
 # Seconds without traffic before the first probe, between probes, and how many may be lost.
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 GRACE_S = 10.0  # for the launcher, or the error that the main thread meets, to end this process
+LOOK_S = 1.0  # how often ranks see to it that their launcher is there
 END, GONE = b"end\n", b"gone "
+
+
+def follow_launcher() -> None:
+    """From here on this process is interrupted when torchrun's agent, its parent, is gone: nobody
+    would end the other ranks any more, or pass Ctrl-C on to this one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_outlive, args=(os.getppid(),), daemon=True).start()
+
+
+def _outlive(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 class Lifeline:

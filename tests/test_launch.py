@@ -56,7 +56,7 @@ def ends(process: subprocess.Popen[str], within_s: float = MINUTE_S) -> tuple[in
     try:
         text, _ = process.communicate(timeout=within_s)
     finally:
-        process.kill()
+        process.kill()  # its ranks follow it
     return process.returncode, text, time.monotonic() - start_s
 
 
@@ -172,6 +172,21 @@ def test_ctrl_c_is_passed_on_saved_and_resumed(tmp_path):
     done = len([r for r in read_lines(out / "records.jsonl") if r["kind"] == "iteration"])
     pairs = [*SMALL, f"iterations={done + 1}", "--resume", "--out", str(out)]
     status, text, _ = ends(command(*pairs, "--nproc", "2"), 120)
+    assert status == 0 and "resuming from" in text, text
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
+    out = tmp_path / "run"
+    launcher = command(*SMALL, "--nproc", "2", "--out", str(out))
+    under_way(out, launcher)
+    launcher.kill()
+    status, text, seconds = ends(launcher)  # its output ends when the ranks have closed it
+    assert status == -signal.SIGKILL and seconds < MINUTE_S
+    assert "stopped and saved" in text, text
+    done = len([r for r in read_lines(out / "records.jsonl") if r["kind"] == "iteration"])
+    resumed = command(*SMALL, f"iterations={done + 1}", "--resume", "--out", str(out))
+    status, text, _ = ends(resumed, 120)
     assert status == 0 and "resuming from" in text, text
 
 
