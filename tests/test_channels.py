@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from fastturn.algorithms import ALGORITHMS, algorithm_of
 from fastturn.channels import credited, faded, folded, held, variance
 from fastturn.config import Config
+from fastturn.evaluate import evaluate
 from fastturn.pack import pack
+from fastturn.tally import book, iteration_record
 from fastturn.types import (
     Boundary,
     Channel,
@@ -167,6 +170,41 @@ def test_violation_free_episodes_ended_and_broke_no_rule():
     good, bad = episode(turn(0.0, 0.25)), episode(turn(0.0, 0.25), turn(1.0, -0.25))
     assert good.violation_free and not bad.violation_free
     assert not replace(good, ending=Ending.TURNS).violation_free
+    solved = episode(turn(1.0, 0.25))
+    assert solved.clean_success and bad.success
+    assert not (bad.clean_success or good.clean_success)
+
+
+def test_compliance_of_training_is_told_of_all_and_of_the_successful_episodes():
+    idle, bad, good = episode(turn(0.0)), episode(turn(1.0, -0.25)), episode(turn(1.0, 0.25))
+    tally: Counter[str] = Counter()
+    book(tally, [idle, idle, bad, good])
+    record = iteration_record(0, tally, Counter())
+    assert (record["violation_free"], record["clean_success"]) == (0.75, 0.25)
+    assert record["violation_free_success"] == 0.5  # what annealing goes by
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A rollout of one root a task."""
+
+    clock: object = None
+    domain: object = None
+    config: object = None
+
+    def roots(self, tasks: list[str]) -> list[str]:
+        return tasks
+
+
+def test_an_evaluation_tells_sampled_episodes_from_greedy_ones(monkeypatch):
+    bad, good = episode(turn(1.0, -0.25)), episode(turn(1.0, 0.25))
+    played = {1.0: [bad, good], 0.0: [good, good]}
+    monkeypatch.setattr("fastturn.evaluate._play", lambda rollout, roots, heat: played[heat])
+    monkeypatch.setattr("fastturn.evaluate.idle", lambda *of: 0.0)
+    found = evaluate(Stub(), ["a", "b"])  # type: ignore[arg-type]
+    assert (found.violation_free, found.violation_free_greedy) == (0.5, 1.0)
+    assert (found.clean_success, found.clean_success_greedy) == (0.5, 1.0)
+    assert found.hits == {"bad": 0.5, "good": 0.5}
 
 
 def test_a_rule_of_one_call_of_several_speaks_to_its_tokens_only():

@@ -16,6 +16,7 @@ from fastturn.config import as_dict, override
 from fastturn.excerpts import folded, marked, transcripts
 from fastturn.meter import Meter
 from fastturn.numerals import short
+from fastturn.pathreport import path_notes
 from fastturn.recipes import quickstart
 from fastturn.report import evaluation_rows, page_content, write_report
 from fastturn.runfiles import load
@@ -211,6 +212,24 @@ def test_whole_run_shows_every_section(whole: Path) -> None:
     assert page.tags.count("svg") == 2 + 12
     assert "3 values differ" in page.text
     assert page.text.count("seed=3") == 1
+
+
+@pytest.mark.parametrize(
+    ("turns", "success", "told"),
+    [(1.0, 0.0, True), (1.0, 0.8, False), (3.2, 0.0, False)],
+)
+def test_inaction_is_fewer_turns_without_more_success(
+    tmp_path: Path, turns: float, success: float, told: bool
+) -> None:
+    first = {"whole_turns_mean": 4.0, "violation_free": 0.2, "success": 0.4}
+    last = {"whole_turns_mean": turns, "violation_free": 1.0, "success": success}
+    write_run(tmp_path, iterations=2)
+    lines = [json.loads(x) for x in (tmp_path / "records.jsonl").read_text().splitlines()]
+    for record in lines:
+        if record["kind"] == "iteration":
+            record |= last if record["iteration"] else first
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert any(note.startswith("Inaction") for note in path_notes(load(tmp_path))) is told
 
 
 def test_path_rules_are_shown_where_some_were_met(tmp_path: Path) -> None:

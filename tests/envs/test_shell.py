@@ -131,6 +131,7 @@ def test_a_strict_machine_refuses_what_is_improper() -> None:
         ("removes_unasked", (RM, RM_ALL), (1,)),
         ("removes_unasked", (RM_ALL, RM_ALL), (0,)),
         ("removes_asked", (RM, RM), (0,)),
+        ("removes_asked", (RM_ALL,), ()),
         ("edits_unread", (EDIT, CAT, EDIT), (0,)),
         ("edits_read", (CAT, EDIT, EDIT), (1,)),
         ("restarts_unchecked", (RESTART, CHECK, EDIT, RESTART), (0, 3)),
