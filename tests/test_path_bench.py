@@ -64,7 +64,9 @@ def test_the_variances_of_a_stage_add_up() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["frontdesk", "shell"])
-def test_recipes_with_house_rules_train_both_channels(recipe: str) -> None:
+def test_recipes_with_house_rules_train_both_channels(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A short run: demonstrations are imitated, rules are met, and a step is taken."""
     small = ("warm.steps=30", "tasks=6", "data.eval_tasks=8", "iterations=1", "warm.batch=16")
     with opened(small, recipe) as run:
@@ -73,6 +75,9 @@ def test_recipes_with_house_rules_train_both_channels(recipe: str) -> None:
         run.cursor.streak = PATIENCE + 2
         faded = trainer.one_iteration(run)["iteration"]
         assert run.cursor.streak == 0  # nothing asks for it: path rewards are whole again
+        monkeypatch.setattr(trainer, "held", lambda violation_free, anneal: True)
+        trainer.one_iteration(run)
+        assert run.cursor.streak == 1
         stages = path.recorded_stages(run)
         lines = map(json.loads, (run.out / "records.jsonl").read_text().splitlines())
         shown = [line for line in lines if line["kind"] == "warm"]
