@@ -36,7 +36,7 @@ from fastturn.patient import (
 from fastturn.preflight import check_data, preflight
 from fastturn.publish import TOLERANCE
 from fastturn.render import Renderer
-from fastturn.rulebook import SOUND, Episode, review
+from fastturn.rulebook import DRIVER, SOUND, Episode, review
 from fastturn.rules import Judged, Ruled
 from fastturn.sampler.server import EngineError, Server, ServerInfo
 from fastturn.types import Ending, Stop
@@ -341,6 +341,8 @@ def path_rules(patient: Patient) -> Finding:
     for line in lines:
         if line.status == FAIL and line.check in SOUND:
             return Finding(FAIL, line.measured, line.remedy)
+        if line.status != PASS and line.check == DRIVER:
+            return Finding(WARN, line.measured, line.remedy)
     told = "; ".join(f"{rule.name} {tried.rate(rule):.2f}" for rule in tried.rules)
     return Finding(PASS, f"hits an episode: {told}; `fastturn rules` has more")
 

@@ -270,13 +270,14 @@ def contradicted(tried: Tried) -> Finding:
 
 
 SOUND = ("answers", "pure", "deterministic")  # checks without which a rule is none
+DRIVER = "2 outcome is the driver"
 MEND = "mend the rule that is named; docs/rules.md has the contract"
 # Name and check.
 DESIGN: tuple[tuple[str, Callable[[Tried], Finding]], ...] = (
     ("pure", purity),  # first, while no rule has seen the moves themselves
     ("deterministic", answers),
     ("1 commission, not omission", commission),
-    ("2 outcome is the driver", driver),
+    (DRIVER, driver),
     ("3 twins", twins),
     ("4 compliance is reachable", reachable),
     ("penalties are met", spoken_of),

@@ -292,7 +292,7 @@ def test_the_table_fits(width):
 RULES = """
 from fastturn.rules import fulfilment, penalty
 
-@penalty(0.25, twin="good")
+@penalty(0.9, twin="good")
 def bad(state, action):
     {bad}
 
@@ -308,6 +308,7 @@ def good(state, action):
         ("return not action.text", "path rules", "pass", "hits an episode: bad 0.00"),
         ("return action.call.name == 'x'", "opening", "fail", "rule bad raised AttributeError"),
         ("import random; return random.random() < 0.5", "path rules", "fail", "bad gave"),
+        ("return bool(action.text)", "path rules", "warn", "path returns are worth"),
     ],
 )
 def test_path_rules_are_tried_on_what_the_policy_does(
