@@ -47,6 +47,7 @@ FURTHER: tuple[Words, ...] = tuple(
         "calibration --repeats 3",
         "path frontdesk",
         "path frontdesk-warmer --arms outcome full",
+        "path frontdesk-steady",
         "path frontdesk-long",
         "path frontdesk-gate",
         "path shell --arms outcome full",
