@@ -156,7 +156,7 @@ class Site:
     def ends(process: subprocess.Popen[str]) -> tuple[int, str]:
         """(exit status, output) of a job that must end by itself."""
         try:
-            text, _ = process.communicate(timeout=60)
+            text, _ = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # nodes end what they started
             raise
