@@ -6,6 +6,7 @@ are assumed or taken from a run. Nothing is started, and the numbers are only as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,7 +31,9 @@ from fastturn.simulate import (
 
 PARTS = 8  # splits of the GPUs that are tried
 GROUPS = range(3, 10)  # group sizes that are compared
+MOST_PACKED = 2**20
 USABLE = 0.9  # of a GPU's memory
+SERVING_GIB = 2.0  # of a server, beside weights, keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +80,39 @@ def work_of(config: Config) -> Work:
     return Work(config.tasks, config.turns, siblings, trunks, reverse, most)
 
 
-def unfit(case: Case, layout: Layout) -> str:
-    """Why a layout does not fit the device's memory, empty when it does."""
-    most = USABLE * case.device.memory_gib
+def placed(case: Case, layout: Layout) -> tuple[Layout, str]:
+    """The layout with as many sequences in flight on a server as its memory has room for, and why
+    it does not fit the device, empty when it does.
+
+    A GPU that does both in turn holds what the trainer holds beside the server's weights and its
+    keys and values; the server sleeps while the trainer trains (`rollout.carrier=ipc`).
+    """
     weights = 2 * shape_known(case.config).parameters / 2**30
-    if weights > most:
-        return f"a server's weights take {weights:.0f} GiB of {most:.0f}"
-    held, step, _ = memory_gib(case.config, layout.trainers)
-    needed = sum(held.values()) + sum(step.values())
-    return f"a trainer's rank takes {needed:.0f} GiB of {most:.0f}" if needed > most else ""
+    most = USABLE * case.device.memory_gib
+    held, step, sampling = (sum(x.values()) for x in memory_gib(case.config, layout.trainers))
+    needed = held + (max(step, sampling) if layout.together else step)
+    if needed > most:
+        return layout, f"a trainer's rank takes {needed:.0f} GiB of {most:.0f}"
+    if layout.together:
+        return layout, ""
+    beside = 0.0 if layout.apart else held
+    slots = math.floor((most - SERVING_GIB - weights - beside) / sequence_gib(case))
+    if slots < 1:
+        others = f" beside {beside:.0f} of the trainer" if beside else ""
+        return layout, (
+            f"a server's weights take {weights:.2g} GiB{others} and one sequence "
+            f"{sequence_gib(case):.2g}, of {most:.0f}"
+        )
+    return replace(layout, slots=min(layout.slots, slots)), ""
+
+
+def sequence_gib(case: Case) -> float:
+    """Keys and values of a mean episode at its end, in bfloat16. What siblings share is counted for
+    each of them."""
+    lengths, config = case.lengths, case.config
+    turn = min(lengths.turn_mean, config.sampling.turn_tokens) + lengths.answer_mean
+    tokens = min(config.model.max_context, lengths.prompt_mean + config.turns * turn)
+    return 2 * tokens * shape_known(config).cache_token / 2**30
 
 
 def layouts(gpus: int, together: bool = False) -> Iterator[Layout]:
@@ -104,7 +131,7 @@ def simulated(case: Case, work: Work, layout: Layout) -> Iteration:
 def best(case: Case, work: Work) -> Iteration:
     """The fastest layout that fits. `ConfigError` says why none does."""
     inside = case.config.rollout.engine == "local"
-    tried = [(layout, unfit(case, layout)) for layout in layouts(case.gpus, inside)]
+    tried = [placed(case, layout) for layout in layouts(case.gpus, inside)]
     fitting = [simulated(case, work, layout) for layout, why in tried if not why]
     if not fitting:
         raise ConfigError(
@@ -145,9 +172,10 @@ def by_group_size(case: Case, work: Work, layout: Layout) -> Iterator[tuple[int,
 
 
 def packing_budget(case: Case, ranks: int) -> int:
-    """The largest power of two of tokens in a micro-batch that fits a rank."""
+    """The largest power of two of tokens in a micro-batch that fits a rank, at most
+    `MOST_PACKED`."""
     budget, most = case.config.model.max_context, USABLE * case.device.memory_gib
-    while budget < 2**20:
+    while budget < MOST_PACKED:
         config = replace(case.config, pack_tokens=2 * budget)
         held, step, _ = memory_gib(config, ranks)
         if sum(held.values()) + sum(step.values()) > most:
@@ -162,9 +190,7 @@ def show(case: Case, console: Console) -> None:
     one = best(case, work)
     console.print(_table("assumed", ("what", "value"), asdict(case.lengths).items()))
     where = f"{case.gpus} x {case.device.name}"
-    split = (
-        f"{one.layout.trainers} train, {one.layout.servers} sample" if one.layout.apart else "both"
-    )
+    split = split_of(one.layout)
     rows = [(name, f"{s:,.2f} s", f"{s / one.wall_s:.0%}") for name, s in one.spans.items()]
     total = ("an iteration", f"{one.wall_s:,.2f} s", f"{one.gpu_hours:,.3f} GPU-hours")
     console.print(_table(f"{where}: {split}", ("span", "seconds", "share"), [*rows, total]))
@@ -180,6 +206,16 @@ def show(case: Case, console: Console) -> None:
     console.print("simulated: nothing was started")
 
 
+def split_of(layout: Layout) -> str:
+    """Example: `split_of(Layout(3, 5))` is "3 train, 5 sample, at most 256 sequences each"."""
+    if layout.together:
+        return "each does both"
+    most = f"at most {layout.slots} sequences each"
+    if layout.apart:
+        return f"{layout.trainers} train, {layout.servers} sample, {most}"
+    return f"each does both in turn (rollout.carrier=ipc), {most}"
+
+
 def _show_choices(case: Case, work: Work, one: Iteration, console: Console) -> None:
     other = best(case, grpo(work))
     rows = []
@@ -193,14 +229,15 @@ def _show_choices(case: Case, work: Work, one: Iteration, console: Console) -> N
     console.print(_table(title, ("RTPO with", "iteration", "GPU-hours / GRPO's"), rows))
     sizes = dict(by_group_size(case, work, one.layout))
     live = {size: found.live / found.gpu_hours for size, found in sizes.items()}
-    console.print(
-        f"most groups with a signal for a GPU-hour: group_size={max(live, key=live.__getitem__)}"
-    )
+    size = max(live, key=live.__getitem__)
+    tried = f"{GROUPS[0]} to {GROUPS[-1]} are compared"
+    console.print(f"most groups with a signal for a GPU-hour: group_size={size} ({tried})")
     for every in sorted({1, 2, work.turns}):
         found = simulated(case, work, replace(one.layout, publish_every=every))
         console.print(f"publish every {every}: {found.wall_s:,.2f} s an iteration")
     budget = packing_budget(case, one.layout.trainers)
-    console.print(f"largest pack_tokens that fits: {budget:,}")
+    more = " or more" if budget == MOST_PACKED else ""
+    console.print(f"largest pack_tokens that fits: {budget:,}{more}")
 
 
 def _table(title: str, head: Sequence[str], rows: Any) -> Table:

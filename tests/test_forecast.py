@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,17 +18,23 @@ from fastturn.bench.savings import PAPER_RATIO, QWEN, STATED, ratios
 from fastturn.config import ConfigError, override
 from fastturn.devices import DEVICES, device_called
 from fastturn.forecast import (
+    SERVING_GIB,
+    USABLE,
     Case,
     best,
     by_group_size,
     grpo,
     layouts,
     packing_budget,
+    placed,
+    sequence_gib,
+    shape_known,
     silent_share,
     success_of,
     work_of,
 )
 from fastturn.lengths import lengths_of, run_lengths
+from fastturn.plan import memory_gib
 from fastturn.recipes import quickstart
 from fastturn.runfiles import RunFiles
 from fastturn.simulate import (
@@ -164,9 +171,36 @@ def test_the_best_layout_is_the_fastest_that_fits(case: Case) -> None:
     for layout in layouts(4):
         assert found.wall_s <= iteration(work, case.lengths, case.speed, layout).wall_s
     small = replace(case.device, memory_gib=0.05)
-    with pytest.raises(ConfigError, match=r"4 x H100: a server's weights take .* take more GPUs"):
+    with pytest.raises(ConfigError, match=r"4 x H100: a trainer's rank takes .* take more GPUs"):
         best(replace(case, device=small), work)
     assert 2**12 <= packing_budget(case, 1) <= packing_budget(case, 4) <= 2**20
+
+
+def test_a_server_holds_as_many_sequences_as_its_memory(case: Case) -> None:
+    """8 layers with keys and values of 256 numbers, 2 bytes each, 64 + 4 x (24 + 16) tokens:
+    actions are cut at 24. (Spreads of 0: the mean is the median.)"""
+    spreads = {name: 0.0 for name in ("spread", "answer_spread", "prompt_spread")}
+    case = replace(case, lengths=replace(case.lengths, **spreads))
+    sequence = 2 * 8 * 2 * 256 * (64 + 4 * (24 + 16)) / 2**30
+    assert sequence_gib(case) == pytest.approx(sequence)
+    shape = shape_known(case.config)
+    held, step, _ = (sum(part.values()) for part in memory_gib(case.config, 2))
+    weights = 2 * shape.parameters / 2**30
+
+    def slots(layout: Layout, gib: float) -> int:
+        device = replace(case.device, memory_gib=gib / USABLE)
+        found, why = placed(replace(case, device=device), layout)
+        assert not why, why
+        return found.slots
+
+    room = SERVING_GIB + weights + 10.5 * sequence
+    assert room > held + step
+    assert slots(Layout(2, 2), room) == 10
+    assert slots(Layout(2), room + held) == 10  # both in turn: the trainer's beside the server's
+    assert slots(Layout(2, 2), 80.0) == Layout(2, 2).slots
+    none = replace(case.device, memory_gib=(room - 10 * sequence) / USABLE)
+    told = placed(replace(case, device=none), Layout(2))[1]
+    assert re.search(r"a server's weights take .* beside .* of the trainer and one sequence", told)
 
 
 def test_silent_shares_follow_from_one_rate_of_success(case: Case) -> None:
