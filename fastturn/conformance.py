@@ -7,7 +7,6 @@ Each check asks one thing, and is left out where what it needs is missing alread
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastturn.config import Config
-from fastturn.envs.base import Domain, Message, Observation
+from fastturn.envs.base import Domain, Observation, unreadable, unusable
 from fastturn.findings import FAIL, PASS, SKIP, WARN, Finding, Line
 from fastturn.pool import DeadlineError
 from fastturn.recorded import Answer, Record, Subject, replay
@@ -70,7 +69,7 @@ def calls_return(subject: Subject) -> Finding:
 def answers_are_observations(subject: Subject) -> Finding:
     """Whatever the policy says is answered by an observation of the right form."""
     for record in subject.records:
-        wrong = _form(record.first, True) or next(
+        wrong = unreadable(record.first, True) or next(
             (problem for answer in record.answers if (problem := _wrong(answer))), ""
         )
         if wrong:
@@ -82,22 +81,7 @@ def _wrong(answer: Any) -> str:
     """What is wrong with an answer, or nothing."""
     if isinstance(answer, Exception):
         return f"the step raised {type(answer).__name__}: {answer}"
-    if not isinstance(answer, Observation):
-        return f"step returned {type(answer).__name__}, expected an Observation"
-    if not math.isfinite(answer.reward):
-        return f"the reward is {answer.reward}"
-    return _form(answer.messages, not answer.done)
-
-
-def _form(messages: Sequence[Message], needed: bool) -> str:
-    if needed and not messages:
-        return "no message for the policy, and the episode is not over"
-    for message in messages:
-        if message.get("role") not in ("system", "user", "tool"):
-            return f"a message of role {message.get('role')!r}, expected system, user or tool"
-        if not isinstance(message.get("content"), str):
-            return f"a message whose content is {type(message.get('content')).__name__}, no string"
-    return ""
+    return unusable(answer)
 
 
 def picklable(subject: Subject) -> Finding:

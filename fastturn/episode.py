@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from fastturn.config import Config, ConfigError
-from fastturn.envs.base import Action, Domain, DomainError, Env, Message, Observation, Task
+from fastturn.envs.base import (
+    Action,
+    Domain,
+    DomainError,
+    Env,
+    Message,
+    Observation,
+    Task,
+    unreadable,
+    unusable,
+)
 from fastturn.pool import within
 from fastturn.render import Conversation
 from fastturn.types import Boundary, Ending, Ids, SiblingGroup, Trajectory, Trunk, Turn
@@ -24,15 +33,22 @@ def stream_seed(*key: object) -> int:
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def begin(domain: Domain, task: Task, config: Config) -> tuple[Env, list[Message]]:
-    """A new environment in which `task` has begun, and its first messages.
+def begin(domain: Domain, task: Task, config: Config) -> tuple[Any, list[Message]]:
+    """The state of an environment in which `task` has begun, and its first messages.
 
     Raises `DomainError` for one that cannot begin, or takes longer than a step may: no episode of
     it is possible.
     """
-    env = domain.env()
+
+    def start() -> tuple[Any, list[Message]]:
+        env = domain.env()
+        messages = env.start(task)
+        if wrong := unreadable(messages, True):
+            raise TypeError(wrong)
+        return env.snapshot(), messages
+
     try:
-        return env, within(config.data.env_timeout_s, partial(env.start, task))
+        return within(config.data.env_timeout_s, start)
     except (ConfigError, DomainError):
         raise
     except Exception as error:
@@ -92,6 +108,8 @@ class Episode:
         if not self.turns:
             self.env.restore(self.state)
         answer = self.env.step(action)
+        if wrong := unusable(answer):
+            raise TypeError(f"{wrong}; fastturn check-env shows what is wrong with it")
         if keep and not answer.done:
             self.state = self.env.snapshot()
         return answer

@@ -57,6 +57,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; margin:
 """
 
 
+_SEVERAL = {"failures": "failed", "events": "event"}  # measures of several names
+
+
 def rows(subjects: Sequence[Subject]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Heads (model and setting) and, for every measure that one of them has, its cells."""
     columns = [(subject, tried) for subject in subjects for tried in subject.tried]
@@ -67,11 +70,11 @@ def rows(subjects: Sequence[Subject]) -> tuple[list[str], list[tuple[str, list[s
 
 
 def _flat(measures: dict[str, Any]) -> dict[str, Any]:
-    """Intervals beside their value, failures one by one."""
+    """Intervals beside their value, failures and events one by one."""
     found: dict[str, Any] = {}
     for name, value in measures.items():
-        if name == "failures":
-            found |= {f"failed: {mode}": share for mode, share in value.items()}
+        if name in _SEVERAL:
+            found |= {f"{_SEVERAL[name]}: {one}": share for one, share in value.items()}
         elif not name.endswith("_interval"):
             around = measures.get(f"{name}_interval")
             found[name] = value if around is None else (value, *around)

@@ -18,7 +18,7 @@ from fastturn.config import SMOLLM2, Config, ConfigError, from_dict, override
 from fastturn.demos import in_time
 from fastturn.engines import ENGINES
 from fastturn.envs import load_domain
-from fastturn.envs.base import Action, Domain, Task
+from fastturn.envs.base import Action, Domain, Task, unusable
 from fastturn.episode import Point, begin
 from fastturn.meter import Follower
 from fastturn.models import smollm2_folder
@@ -81,12 +81,16 @@ def idle(domain: Domain, tasks: Sequence[Task], config: Config) -> float:
     fails at that is not; `DomainError` for one that hangs."""
 
     def solved(task: Task) -> bool:
-        env, _ = begin(domain, task, config)
-        reward = 0.0
-        for _ in range(config.turns):
+        state, _ = begin(domain, task, config)
+        env, reward = domain.env(), 0.0
+        for turn in range(config.turns):
             try:
+                if not turn:
+                    env.restore(state)
                 answer = env.step(Action(""))
             except Exception:  # whatever it is, the sampled episodes tell
+                return False
+            if unusable(answer):
                 return False
             reward += answer.reward
             if answer.done:

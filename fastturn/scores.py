@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fastturn.envs.base import CALL_FAILURES
 from fastturn.types import Ending, Trajectory
 
 Tries = Sequence[Sequence[Trajectory]]
@@ -57,20 +58,37 @@ def calls(episode: Trajectory) -> int:
 
 
 def failed_calls(episode: Trajectory) -> int:
-    """Calls that could not be read or carried out. An event behind "tool_call" is of that call; of
-    the last call of a turn that ends the episode the verdict follows, which is none."""
+    """Calls that could not be read or carried out. An event behind "tool_call" is of that call;
+    where the environment ended the episode it may be the verdict instead, so there the names of the
+    tool layer count alone."""
+    finished = episode.ending is Ending.FINISHED
     return sum(
-        before == "tool_call" and event != "tool_call"
+        before == "tool_call"
+        and event != "tool_call"
+        and (event in CALL_FAILURES or not finished or turn is not episode.turns[-1])
         for turn in episode.turns
         for before, event in zip(turn.events, turn.events[1:], strict=False)
     )
+
+
+def occurred(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of episodes in which each event occurred that is not of a call: what environments
+    say of answers ("exact_match")."""
+    found = Counter(
+        event
+        for episode in episodes
+        for event in {event for turn in episode.turns for event in turn.events}
+        if event not in CALL_FAILURES and event != "tool_call"
+    )
+    return {event: count / len(episodes) for event, count in sorted(found.items())}
 
 
 def measures(tries: Tries, samples: int) -> dict[str, Any]:
     """All measures of `samples` tries a task, shares and means over episodes unless named else.
 
     `pass@k` for k = 1 and the powers of two up to `samples`, each with its interval over tasks;
-    `reward` is the mean reward of an episode (F1, where the domain's reward is that).
+    `reward` is the mean reward of an episode (F1, where the domain's reward is that), with its
+    interval over tasks.
     """
     episodes = [episode for tried in tries for episode in tried]
     total = len(tries) * samples
@@ -83,6 +101,7 @@ def measures(tries: Tries, samples: int) -> dict[str, Any]:
     def mean(measure: Callable[[Trajectory], float]) -> float:
         return sum(map(measure, episodes)) / max(1, len(episodes))
 
+    rewards = [sum(e.discounted_return() for e in tried) / len(tried) for tried in tries if tried]
     attempted, errors = mean(calls), mean(failed_calls)
     solved = sum(episode.success for episode in episodes)
     sampled = sum(episode.tokens_sampled for episode in episodes)
@@ -90,6 +109,7 @@ def measures(tries: Tries, samples: int) -> dict[str, Any]:
     modes, ended = Counter(map(failure, unsolved)), Counter(e.ending for e in episodes)
     return found | {
         "reward": mean(lambda e: e.discounted_return()),
+        "reward_interval": interval(rewards or [0.0]),
         "violation_free": mean(lambda e: e.violation_free),
         "tool_calls": attempted,
         "tool_errors": errors,
@@ -99,5 +119,6 @@ def measures(tries: Tries, samples: int) -> dict[str, Any]:
         "tokens_per_success": sampled / solved if solved else None,
         **{f"ended_{ending}": ended[ending] / max(1, len(episodes)) for ending in Ending},
         "lost": total - len(episodes),
+        "events": occurred(episodes),
         "failures": {mode: count / max(1, total) for mode, count in modes.most_common()},
     }

@@ -104,7 +104,7 @@ class Rollout:
         with self.clock.span("environment"):
             for task in self.peers.mine(tasks):
                 found.append([])
-                env, messages = begin(self.domain, task, self.config)
+                state, messages = begin(self.domain, task, self.config)
                 conversation = self.renderer.start(messages)
                 if not self.renderer.fits(conversation):
                     logger.warning(
@@ -117,7 +117,7 @@ class Rollout:
                     self.clock.count("task_too_long")
                     continue
                 for _ in range(trunks):
-                    found[-1].append(Point(task, 0, 0, 0, env.snapshot(), conversation))
+                    found[-1].append(Point(task, 0, 0, 0, state, conversation))
         numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
         joined = [point for points in self.peers.join(found) for point in points]
         return [replace(point, trunk=next(numbers[point.task.id])) for point in joined]

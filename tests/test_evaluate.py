@@ -61,9 +61,25 @@ def test_measures_of_hand_made_episodes() -> None:
     assert failed_calls(bad) == 1 and found["tool_calls"] == 1.0
     assert found["tool_success"] == pytest.approx(2 / 3)
     assert found["reward"] == pytest.approx(1.25 / 3)
+    assert found["reward_interval"] == (0.0, pytest.approx(0.625))  # of the tasks' 0.625 and 0
+    assert found["events"] == {"answer": pytest.approx(2 / 3), "truncated": pytest.approx(1 / 3)}
     assert found["tokens_per_success"] == 15 and found["response_tokens"] == 5
     assert found["ended_truncated"] == pytest.approx(1 / 3) and found["lost"] == 1
     assert found["failures"] == {"wrong, a call failed": 0.25, "truncated": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("events", "ending", "failed"),
+    [
+        (("tool_call", "spoiled"), Ending.FINISHED, 0),  # the verdict of an episode that is over
+        (("tool_call", "answer"), Ending.FINISHED, 0),
+        (("tool_call", "unknown_tool"), Ending.FINISHED, 1),
+        (("tool_call", "bad_json", "tool_call", "late"), Ending.FINISHED, 1),
+        (("tool_call", "out_of_stock"), Ending.TURNS, 1),  # a name of the environment's own
+    ],
+)
+def test_verdicts_are_no_failed_calls(events: tuple[str, ...], ending: Ending, failed: int) -> None:
+    assert failed_calls(episode(("tool_call",), events, ending=ending)) == failed
 
 
 def test_a_nucleus_is_the_fewest_likeliest_ids() -> None:
@@ -159,6 +175,108 @@ def test_no_run_begins_in_a_broken_environment(
     pairs = [f"data.domain={file}:{name}", "data.env_timeout_s=0.1", "trackers=none"]
     assert cli.main([command, "quickstart", *out, *pairs]) == 2
     assert message in capsys.readouterr().err
+
+
+PARTS = """
+class Alike(Domain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.eval_tasks = [Task("e", {"n": n}) for n in (2, 3)]
+
+class Texts(Domain):
+    def __init__(self, config): self.train_tasks, self.eval_tasks = ["a"], ["b"]
+
+class Generated(Domain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.train_tasks = iter(self.train_tasks)
+
+class Named(Domain):
+    tools = ["search"]
+
+class Says(Domain):
+    class Env(Domain.Env):
+        def start(self, task): return "hello"
+
+class Stateless(Domain):
+    class Env(Domain.Env):
+        def snapshot(self): raise OSError("no state")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Alike", "2 held-out tasks have the id 'e', by which episodes are told apart"),
+        ("Texts", "one of its tasks is str, expected a fastturn.envs.Task"),
+        ("Generated", "its train_tasks are list_iterator, expected a list"),
+        ("Named", "one of its tools is str, expected its schema"),
+        ("Says", "does not start (TypeError: the messages are str, expected a list of messages)"),
+        ("Stateless", "does not start (OSError: no state)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval", "check-env"])
+def test_a_domain_of_the_wrong_kind_is_named(
+    command: str,
+    name: str,
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, out = tmp_path / "parts.py", str(tmp_path / "out")
+    file.write_text(BROKEN + PARTS)
+    asked = {
+        "train": ["train", "quickstart", "--out", out, f"data.domain={file}:{name}"],
+        "eval": ["eval", str(model), "--tasks", f"{file}:{name}", "--out", out],
+        "check-env": ["check-env", f"{file}:{name}"],
+    }[command]
+    status = cli.main(asked)
+    told = capsys.readouterr()
+    if command == "check-env" and name in ("Says", "Stateless"):
+        assert status == 1  # it says more of them than this line
+    else:
+        scripted = (command, name) == ("train", "Says")  # the warm start meets it first
+        named = "its scripted episode raised AttributeError" if scripted else message
+        assert status == 2 and named in told.err
+
+
+ANSWERS = {
+    "Nothing": "None",
+    "NotFinite": "Observation((), float('nan'), True)",
+    "Worded": "Observation((), '1', True)",
+    "Bare": "Observation(('hi',))",
+    "Numbered": "Observation(({'role': 'user', 'content': 5},))",
+    "Assisting": "Observation(({'role': 'assistant', 'content': 'x'},))",
+    "Silent": "Observation((), 0.0, False)",
+    "Spelled": "Observation((), 1.0, True, events='answer')",
+}
+
+
+def test_an_answer_of_the_wrong_kind_loses_its_episode(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "answers.py"
+    file.write_text(
+        BROKEN
+        + "".join(
+            f"\nclass {name}(Domain):\n    class Env(Domain.Env):\n"
+            f"        def step(self, action): return {answer}\n"
+            for name, answer in ANSWERS.items()
+        )
+    )
+    for name in ANSWERS:
+        out = tmp_path / name
+        asked = ["eval", str(model), "--tasks", f"{file}:{name}", "--out", str(out)]
+        limits = [
+            "model.max_context=512",
+            "sampling.turn_tokens=400",
+            "sampling.episode_tokens=400",
+        ]
+        assert cli.main([*asked, *limits, "--settings", "train", "--samples", "4"]) == 0
+        (subject,) = json.loads((out / "eval.json").read_text())["models"]
+        tried = subject["settings"]["train"]
+        assert tried["lost"] > 0 and tried["pass@1"] == 0.0, name
+        kept = [episode for several in tried["episodes"].values() for episode in several]
+        assert {episode["ending"] for episode in kept} <= {"truncated"}, name
 
 
 def test_an_environment_that_starts_too_late_is_named(tmp_path: Path) -> None:

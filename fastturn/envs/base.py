@@ -7,6 +7,8 @@ tasks, and a scripted policy for the warm start. A new domain is a function from
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,6 +99,39 @@ class Observation:
     path: tuple[Hit, ...] = ()
 
 
+def unusable(answer: Any) -> str:
+    """What makes the answer of a `step` none that an episode can go on with, or nothing.
+
+    Example: `unusable(Observation(reward=nan, done=True))` is "the reward is nan, expected a finite
+    number".
+    """
+    if not isinstance(answer, Observation):
+        return f"step returned {type(answer).__name__}, expected an Observation"
+    reward: Any = answer.reward
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        return f"the reward is {reward!r}, expected a finite number"
+    events: Any = answer.events
+    if isinstance(events, str) or not all(isinstance(event, str) for event in events):
+        return f"the events are {events!r}, expected a tuple of names"
+    return unreadable(answer.messages, not answer.done)
+
+
+def unreadable(messages: Any, needed: bool) -> str:
+    """What is wrong with messages for the policy, or nothing. `needed`: there have to be some."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return f"the messages are {type(messages).__name__}, expected a list of messages"
+    if needed and not messages:
+        return "no message for the policy, and the episode is not over"
+    for message in messages:
+        if not isinstance(message, Mapping):
+            return f"a message that is {type(message).__name__}, expected role and content"
+        if message.get("role") not in ("system", "user", "tool"):
+            return f"a message of role {message.get('role')!r}, expected system, user or tool"
+        if not isinstance(message.get("content"), str):
+            return f"a message whose content is {type(message.get('content')).__name__}, no string"
+    return ""
+
+
 class Env(Protocol):
     """One episode. Single use: `start` or `restore` once, then `step` until `done`."""
 
@@ -157,6 +192,16 @@ def register(name: str) -> Callable[[Factory], Factory]:
         return factory
 
     return add
+
+
+# What the tool layer says of a call that was not carried out.
+CALL_FAILURES = frozenset(
+    {
+        *("bad_json", "missing_brace", "unclosed_call", "unopened_call", "empty_call"),
+        *("not_an_object", "missing_name", "bad_name", "bad_arguments"),
+        *("unknown_tool", "tool_error", "tool_timeout"),
+    }
+)
 
 
 def events_by_call(events: Sequence[str]) -> tuple[tuple[str, ...], ...]:

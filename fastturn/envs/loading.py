@@ -7,13 +7,14 @@ import logging
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fastturn.config import Config, ConfigError
-from fastturn.envs.base import DOMAINS, Domain, DomainError
+from fastturn.envs.base import DOMAINS, Domain, DomainError, Task
 from fastturn.options import chosen, keywords, nearest
 from fastturn.rules import Rule, Ruled, checked
 
@@ -29,6 +30,7 @@ def load_domain(config: Config) -> Domain:
     function, or rules that cannot be trained on, and `DomainError` for tasks that cannot be used.
     """
     domain = _named(config)
+    _check_parts(domain, config.data.domain)
     found = [*getattr(domain, "rules", ()), *_own_rules(config.data.rules)]
     rules = checked(list({id(rule): rule for rule in found}.values()))  # imported: the same rule
     trained = set(config.rewards) - {"outcome"}
@@ -49,6 +51,36 @@ def load_domain(config: Config) -> Domain:
             f"compliant_demonstrator to show it; define one (docs/rules.md), or set 0"
         )
     return Ruled(domain, rules, compliant) if rules or compliant else domain
+
+
+def _check_parts(domain: Domain, name: str) -> None:
+    """`DomainError` for tasks or tools of another kind, and for held-out tasks of one id."""
+    for part in ("train_tasks", "eval_tasks", "tools"):
+        value = getattr(domain, part)
+        if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+            raise DomainError(
+                f"data.domain={name!r}: its {part} are {type(value).__name__}, expected a list, or "
+                f"what has a length and places like one"
+            )
+    held_out = list(domain.eval_tasks)
+    for task in [*held_out, *domain.train_tasks[:1]]:
+        if not isinstance(task, Task):
+            raise DomainError(
+                f"data.domain={name!r}: one of its tasks is {type(task).__name__}, expected a "
+                f"fastturn.envs.Task"
+            )
+    (id, count), *_ = Counter(task.id for task in held_out).most_common(1) or [("", 1)]
+    if count > 1:
+        raise DomainError(
+            f"data.domain={name!r}: {count} held-out tasks have the id {id!r}, by which episodes "
+            f"are told apart; give each its own"
+        )
+    for tool in domain.tools:
+        if not isinstance(tool, Mapping):
+            raise DomainError(
+                f"data.domain={name!r}: one of its tools is {type(tool).__name__}, expected its "
+                f"schema, for example Tool(...).schema"
+            )
 
 
 def _own_rules(file: str) -> list[Rule]:

@@ -25,6 +25,7 @@ from fastturn.envs.base import DomainError, Env, Message, Task, register
 from fastturn.envs.calls import spoken
 from fastturn.envs.rows import read_rows, split
 from fastturn.envs.tools import Grade, Tool, ToolEnv, ToolError
+from fastturn.options import nearest
 
 RESULTS = 5  # documents that a search shows
 SNIPPET_CHARS = 160
@@ -183,6 +184,14 @@ def _tool(name: str, description: str, function: Callable[..., str], **propertie
     return Tool(name, description, parameters, function, bounded=True)
 
 
+def grade_span(task: Task, text: str) -> Grade:
+    """Best-span F1 of the whole text, for models that box nothing. Events: "answer", and
+    "exact_match" when the text is a gold answer."""
+    golds, said = task.data["answers"], spoken(text)
+    exact = ("exact_match",) if qa.exact_match(said, golds) else ()
+    return Grade(qa.best_span_f1(said, golds), ("answer", *exact))
+
+
 def grade(task: Task, text: str) -> Grade:
     """F1 of the boxed answer with the best gold answer. Events: "answer", and "exact_match" when it
     has the same words in the same order; "no_answer" without a box."""
@@ -194,13 +203,22 @@ def grade(task: Task, text: str) -> Grade:
     return Grade(qa.f1(answer, golds), ("answer", *exact))
 
 
+SCORES = {"box": grade, "span": grade_span}
+
+
 @register("search")
 class SearchDomain:
     """Domain "search". `data.path` and `data.eval_path` hold questions, as in "math"; without
     `data.eval_path`, `data.eval_tasks` questions are held out. Instructions and schemas go into the
-    prompt only for a pretrained model (`model.path` is set)."""
+    prompt only for a pretrained model (`model.path` is set). Option `score`: any of `SCORES`."""
 
-    def __init__(self, config: Config, *, corpus: str = "") -> None:
+    def __init__(self, config: Config, *, corpus: str = "", score: str = "box") -> None:
+        if score not in SCORES:
+            raise ConfigError(
+                f"data.domain=search:score={score}: expected one of {', '.join(SCORES)}; the "
+                f"nearest is {nearest(score, SCORES)!r}"
+            )
+        self._grade = SCORES[score]
         self._corpus = Corpus.read(corpus)
         training, held_out = split(config.data, _read_questions)
         random.Random(f"order {config.seed}").shuffle(training)
@@ -215,7 +233,7 @@ class SearchDomain:
 
     def env(self) -> Env:
         """One episode."""
-        return ToolEnv(self._tools, self._prompt, grade, self._timeout_s)
+        return ToolEnv(self._tools, self._prompt, self._grade, self._timeout_s)
 
     def _prompt(self, task: Task) -> list[Message]:
         messages = [{"role": "user", "content": task.data["question"]}]
