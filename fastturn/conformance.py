@@ -81,7 +81,7 @@ def _wrong(answer: Any) -> str:
     """What is wrong with an answer, or nothing."""
     if isinstance(answer, Exception):
         return f"the step raised {type(answer).__name__}: {answer}"
-    return unusable(answer)
+    return unusable(answer) or unreadable(answer.messages, not answer.done)
 
 
 def picklable(subject: Subject) -> Finding:

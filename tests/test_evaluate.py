@@ -248,7 +248,6 @@ ANSWERS = {
     "Bare": "Observation(('hi',))",
     "Numbered": "Observation(({'role': 'user', 'content': 5},))",
     "Assisting": "Observation(({'role': 'assistant', 'content': 'x'},))",
-    "Silent": "Observation((), 0.0, False)",
     "Spelled": "Observation((), 1.0, True, events='answer')",
 }
 

@@ -113,7 +113,7 @@ def unusable(answer: Any) -> str:
     events: Any = answer.events
     if isinstance(events, str) or not all(isinstance(event, str) for event in events):
         return f"the events are {events!r}, expected a tuple of names"
-    return unreadable(answer.messages, not answer.done)
+    return unreadable(answer.messages, False)
 
 
 def unreadable(messages: Any, needed: bool) -> str:
@@ -197,7 +197,7 @@ def register(name: str) -> Callable[[Factory], Factory]:
 # What the tool layer says of a call that was not carried out.
 CALL_FAILURES = frozenset(
     {
-        *("bad_json", "missing_brace", "unclosed_call", "unopened_call", "empty_call"),
+        *("bad_json", "unclosed_call", "unopened_call", "empty_call"),
         *("not_an_object", "missing_name", "bad_name", "bad_arguments"),
         *("unknown_tool", "tool_error", "tool_timeout"),
     }

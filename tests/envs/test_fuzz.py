@@ -13,12 +13,13 @@ import pytest
 
 from fastturn.config import Config, ConfigError, Data
 from fastturn.envs import BadCall, Domain, load_domain
+from fastturn.envs.base import CALL_FAILURES
 from fastturn.envs.calls import CLOSE, OPEN, parse_action, spoken
 from fastturn.envs.sandbox import Sandbox
 
 UNREADABLE = {"bad_json", "unclosed_call", "unopened_call", "empty_call", "not_an_object"}
 UNREADABLE |= {"missing_name", "bad_name", "bad_arguments"}
-EVENTS = UNREADABLE | {"tool_call", "unknown_tool", "tool_error", "tool_timeout"}
+EVENTS = CALL_FAILURES | {"tool_call"}
 EVENTS |= {"answer", "no_answer", "exact_match", "verifier_error"}
 
 
