@@ -383,20 +383,20 @@ def _train(options: argparse.Namespace) -> int:
 
         return launch(_without_nproc(options), options.nproc)
     from fastturn.dist import open_world
+    from fastturn.provenance import versions
 
     place = config.device, config.dist.shard_ranks
-    with open_world(*place, mesh=config.needs_mesh) as world:
+    asked = {"--out": str(options.out), "--resume": options.resume}
+    terms = as_dict(config) | asked | versions()
+    with open_world(*place, mesh=config.needs_mesh, terms=terms) as world:
         _train_here(options, config, recipe, world)
     return 0
 
 
 def _train_here(options: argparse.Namespace, config: Config, recipe: Config, world: World) -> None:
     """Train as one rank of `world`; the leader chooses the folder."""
-    from fastturn.provenance import versions
     from fastturn.trainer import train
 
-    asked = {"--out": str(options.out), "--resume": options.resume}
-    world.agree("configuration", as_dict(config) | asked | versions())
     was_there = options.out is not None and options.out.exists()
     out = world.first(lambda: run_folder(options.out, options.resume, config))
     # A run may be killed before its first file is written; resuming it starts it.

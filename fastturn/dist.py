@@ -10,8 +10,8 @@ nothing else asks how many there are. All ranks call the same methods in the sam
 
 A rank that fails leaves with its error in the file that the launcher named for it; the launcher
 (torchrun's agent) then ends the others of its machine, and the lifeline those of other machines.
-Waiting is bounded: `START_S` for ranks to appear,
-`COLLECTIVE_S` for the slowest rank in a collective (one may still be sampling).
+Waiting is bounded: at the start by `meeting.py`, then by `COLLECTIVE_S` for the slowest rank in a
+collective (one may still be sampling).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,16 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastturn.config import ConfigError
 from fastturn.lifeline import Lifeline, follow_launcher
+from fastturn.meeting import START_S, DistError, first_line, meet, seat
 
 T = TypeVar("T")
-START_S = 30.0
 COLLECTIVE_S = 1800.0
-START = "start with torchrun or `fastturn train RECIPE --nproc N`, which set all of them"
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class DistError(RuntimeError):
-    """The processes of a run did not come together, do not agree, or lost each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +120,6 @@ class World:
             raise error
         return result
 
-    def agree(self, what: str, values: Mapping[str, Any]) -> None:
-        """`DistError` on every rank when ranks were given different values.
-
-        Example: `agree("configuration", {"seed": 0})` on one rank and `{"seed": 1}` on another
-        raises "configuration: ranks differ in seed (0: 0, 1: 1) ...".
-        """
-        everyone = self.all_gather_objects((socket.gethostname(), dict(values)))
-        differing = []
-        for key in sorted({key for _, given in everyone for key in given}):
-            found = [given.get(key) for _, given in everyone]
-            if any(value != found[0] for value in found):
-                shown = ", ".join(f"{rank}: {value!r}" for rank, value in enumerate(found))
-                differing.append(f"{key} ({shown})")
-        if differing:
-            hosts = ", ".join(sorted({host for host, _ in everyone}))
-            raise DistError(
-                f"{what}: ranks differ in {'; '.join(differing)} (hosts {hosts}); start every rank "
-                f"with the same command and the same installation"
-            )
-
     def _reduce(
         self, values: Mapping[str, float], join: Callable[[float, float], float]
     ) -> dict[str, float]:
@@ -214,25 +186,32 @@ class LeaderOnly:
 
 @contextmanager
 def open_world(
-    device: str = "auto", shard_ranks: int = 0, *, mesh: bool = False
+    device: str = "auto",
+    shard_ranks: int = 0,
+    *,
+    mesh: bool = False,
+    terms: Mapping[str, Any] | None = None,
 ) -> Iterator[World]:
     """The world that the environment describes: torchrun's variables, or none for one process.
 
     `shard_ranks`: ranks that share one copy of the weights (0: all of them). `mesh`: make one even
-    for one process, for what FSDP does besides splitting (mixed precision, offload).
-    Raises `DistError` or `ConfigError` on every rank, within about `START_S`, when ranks are
-    missing, the port is taken, there are fewer devices than ranks, or the mesh does not fit.
+    for one process, for what FSDP does besides splitting (mixed precision, offload). `terms`: what
+    else must be the same on all ranks, names to JSON values.
+    Raises `DistError` or `ConfigError` on every rank, within a minute, when ranks are missing or
+    were started differently, the port is taken, there are fewer devices than ranks, or the mesh
+    does not fit.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         with _mesh_of_one(device) if mesh else nullcontext(World.single(device)) as world:
             yield world
         return
     follow_launcher()
-    rank, size = _place()
-    shape, names = mesh_shape(size, shard_ranks)
+    rank, size = seat()
     kind = _own_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind.type == "cuda" else "gloo"
-    store = _meet(rank, size)
+    place = {"device type": kind.type, "dist.shard_ranks": shard_ranks}
+    store = meet(rank, size, {**place, **(terms or {})})
+    shape, names = mesh_shape(size, shard_ranks)
     dist.init_process_group(
         backend,
         store=store,
@@ -253,7 +232,7 @@ def open_world(
             raise
         raise DistError(
             f"a collective failed, because another rank has ended or was silent for "
-            f"{COLLECTIVE_S:g} s ({_line(error)}); the error of that rank says why"
+            f"{COLLECTIVE_S:g} s ({first_line(error)}); the error of that rank says why"
         ) from error
     line.close()
     # Only after success: with a dead peer it may wait, and the process is about to end anyway.
@@ -286,27 +265,6 @@ def mesh_shape(size: int, shard_ranks: int) -> tuple[tuple[int, ...], tuple[str,
     return (size // shard_ranks, shard_ranks), ("replicate", "shard")
 
 
-def _place() -> tuple[int, int]:
-    missing = [name for name in ENVIRONMENT if name not in os.environ]
-    if missing:
-        raise DistError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; {START}"
-        )
-    size = _whole("WORLD_SIZE", 1)
-    for name, most in (("LOCAL_RANK", size - 1), ("MASTER_PORT", 65535)):
-        _whole(name, 0, most)
-    return _whole("RANK", 0, size - 1), size
-
-
-def _whole(name: str, least: int, most: int | None = None) -> int:
-    """A variable of torchrun that is a number between two others, or `DistError`."""
-    text = os.environ[name]
-    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
-        return int(text)
-    limits = f"{least} or more" if most is None else f"{least} to {most}"
-    raise DistError(f"{name}={text!r}: expected a whole number, {limits}; {START}")
-
-
 def _device_kind(device: str) -> str:
     if device != "auto":
         return device
@@ -326,66 +284,6 @@ def _own_device(device: str) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _meet(rank: int, size: int) -> Any:
-    """The store that all ranks have reached, or `DistError` naming those that have not."""
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
-        store = _store(rank, size)
-    except (RuntimeError, OSError, ValueError) as error:
-        cause = (
-            "the port is in use by another program; choose another --master-port"
-            if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
-            else f"rank 0 did not come within {START_S:g} s, or another program answers there; "
-            f"start all ranks with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
-        )
-        raise DistError(f"no meeting at {place}: {cause}. ({_line(error)})") from error
-    keys = [f"present/{other}" for other in range(size)]
-    store.set(keys[rank], socket.gethostname())
-    deadline_s = time.monotonic() + START_S
-    missing = list(range(size))
-    while missing:
-        late = time.monotonic() > deadline_s
-        try:
-            missing = [other for other in missing if not store.check([keys[other]])]
-        except RuntimeError:  # rank 0, which keeps the store, has given up
-            late = True
-        if missing and late:
-            raise DistError(
-                f"{'ranks' if len(missing) > 1 else 'rank'} "
-                f"{', '.join(map(str, missing))} did not come to {place} within {START_S:g} s; "
-                f"start all {size} ranks, or a smaller WORLD_SIZE"
-            )
-        time.sleep(0.05)
-    return store
-
-
-def _store(rank: int, size: int) -> Any:
-    """torch's key-value store of the run, kept by rank 0 or by torchrun's agent. In a thread of its
-    own, because torch waits several times as long as it is told for an address that takes
-    connections and never answers."""
-    result: list[Any] = []
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeper = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def open_store() -> None:
-        # Nobody is waited for here: `_meet` knows the missing by name.
-        patience = timedelta(seconds=START_S)
-        place = (address, port, size, keeper, patience)
-        try:
-            result.append(dist.TCPStore(*place, wait_for_workers=False, multi_tenant=True))
-        except (RuntimeError, OSError, ValueError) as error:
-            result.append(error)
-
-    thread = threading.Thread(target=open_store, daemon=True)
-    thread.start()
-    thread.join(START_S + 2)
-    if not result:
-        raise TimeoutError("connected, but nothing answered")
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
-
-
 def _portable(error: Exception) -> Exception:
     """The error itself if it survives being sent to another process, else its text."""
     try:
@@ -398,9 +296,3 @@ def _portable(error: Exception) -> Exception:
 def _of_transport(error: RuntimeError) -> bool:
     """Whether torch could not reach another rank; gloo has no error class of its own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error of torch, which adds its C++ stack to them."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.split(". This is typically")[0][:300]

@@ -150,7 +150,6 @@ def agreement(world: World, found: dict[str, Any]) -> None:
     found["any"] = (world.any(world.rank == 1), world.any(False))
     for name, call in (
         ("first", lambda: world.first(lambda: 1 / 0)),
-        ("agree", lambda: world.agree("configuration", {"seed": world.rank, "tasks": 8})),
         ("mesh", lambda: mesh_shape(2, 3)),
     ):
         try:

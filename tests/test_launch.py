@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,8 +17,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fastturn import cli, launch
-from fastturn.dist import DistError, World
-from fastturn.recipes import quickstart
+from fastturn.dist import DistError
 from fastturn.records import read_lines
 
 TESTS = Path(__file__).parent
@@ -95,17 +93,18 @@ def test_a_number_of_processes_that_makes_no_sense_is_refused(nproc, capsys):
     assert stopped.value.code == 2 and "--nproc" in capsys.readouterr().err
 
 
-def test_ranks_with_other_packages_are_told_so():
-    class Pair(World):
-        """Two ranks, the other of which runs another torch."""
+def test_recipe_folder_and_packages_must_be_the_same_on_all_ranks(monkeypatch):
+    given: dict[str, object] = {}
 
-        def all_gather_objects(self, value):
-            host, given = value
-            return [value, (host, given | {"torch": "1.13"})]
+    def open_world(*place: object, mesh: bool, terms: dict[str, object]) -> None:
+        given.update(terms)
+        raise DistError("enough")
 
-    config, options = quickstart(), argparse.Namespace(out=None, resume=False)
-    with pytest.raises(DistError, match=r"ranks differ in torch \(0: '2\..*', 1: '1.13'\)"):
-        cli._train_here(options, config, config, Pair(0, 2, torch.device("cpu")))
+    monkeypatch.setattr("fastturn.dist.open_world", open_world)
+    assert cli.main(["train", "quickstart", "seed=3", "--out", "here", "--resume"]) == 1
+    assert given.items() >= {"seed": 3, "--out": "here", "--resume": True}.items()
+    assert given.items() >= {"torch": torch.__version__, "dist.shard_ranks": 0}.items()
+    json.dumps(given)
 
 
 @pytest.mark.parametrize(("status", "returned"), [(1, 1), (2, 2), (-9, 1)])
@@ -191,13 +190,22 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_recipes_are_told_so(tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "pairs", "told"),
+    [
+        ((2, 2), ("seed=0", "seed=1"), "seed (0: 0, 1: 1)"),
+        ((2, 2), ("dist.shard_ranks=0", "dist.shard_ranks=1"), "dist.shard_ranks (0: 0, 1: 1)"),
+        ((2, 3), ("seed=0", "seed=0"), "WORLD_SIZE (0: 2, 1: 3)"),
+        ((3, 2), ("seed=0", "seed=0"), "WORLD_SIZE (0: 3, 1: 2)"),
+    ],
+)
+def test_ranks_started_differently_are_told_so(tmp_path, sizes, pairs, told):
     port, out = free_port(), str(tmp_path / "run")
-    both = [rank(n, 2, port, f"seed={n}", "--out", out) for n in (0, 1)]
+    both = [rank(n, sizes[n], port, pairs[n], "--out", out) for n in (0, 1)]
     for number, process in enumerate(both):
-        status, text, _ = ends(process)
-        assert status == 1 and f"rank {number} of 2" in text
-        assert "ranks differ in seed (0: 0, 1: 1)" in text, text
+        status, text, seconds = ends(process, 90)
+        assert status == 1 and f"rank {number} of {sizes[number]}" in text
+        assert f"ranks differ in {told}" in text and seconds < MINUTE_S, text
     assert not Path(out).exists()
 
 

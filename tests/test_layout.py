@@ -50,7 +50,7 @@ LEFT = (
 IN_PROCESS = {f"fastturn.sampler.{n}" for n in ("local", "attention", "draw", "store", "vllm")}
 RIGHT = (
     *("policy", "loss", "lora", "optim", "publish", "carriers", "checkpoint", "learner"),
-    *("dist", "sharding", "vocabulary", "lifeline"),
+    *("dist", "meeting", "sharding", "vocabulary", "lifeline"),
     *("meter", "records", "trackers", "timeline", "provenance"),
 )
 TEXT = ("render", "template", "envs", "tokenizer", "demos", "transcripts", "tree")
