@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fastturn.config import SMOLLM2, Config, ConfigError, override
@@ -222,6 +222,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.run is not None:
         known = run_lengths(load(_folder_of_run("--run", options.run)), counter(options.run))
     lengths = lengths_of(options.lengths, known)
+    config = replace(config, device=device.kind)
     case = Case(config, device, options.gpus, lengths, config.seed, factors)
     if options.json:
         print(json.dumps(as_dict(best(case, work_of(config))), indent=2))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from fastturn.config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`named` matches what the driver calls it; flops_s of bfloat16 and float16, dense."""
+    """`named` matches what the driver calls it; flops_s of bfloat16 and float16, dense; `kind` as
+    in `Config.device`."""
 
     name: str
     named: str
     flops_s: float
     bytes_s: float
     memory_gib: float
+    kind: Literal["cpu", "cuda"] = "cuda"
 
     @property
     def balance(self) -> float:
@@ -30,7 +33,7 @@ DEVICES = (
     Device("H200", r"H200(?! NVL)", 989.4e12, 4.8e12, 139.0),
     Device("B200", r"\bB200", 2250e12, 7.7e12, 179.0),
     # One core of a CPU: the order of magnitude, which runs correct (`calibrate.py`).
-    Device("core", r"(?!)", 50e9, 10e9, 16.0),
+    Device("core", r"(?!)", 50e9, 10e9, 16.0, "cpu"),
 )
 
 

@@ -64,6 +64,11 @@ class World:
         """Memory that is this rank's: all of its GPU, or its share of the machine's."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory / 2**30
+        return self.host_gib
+
+    @property
+    def host_gib(self) -> float:
+        """This rank's share of its machine's memory."""
         whole_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         return whole_gib / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from fastturn.algorithms import algorithm_of
 from fastturn.config import Config, ConfigError
 from fastturn.devices import Device
+from fastturn.memory import device_sum
 from fastturn.plan import memory_gib
 from fastturn.shape import Shape, shape_of
 from fastturn.simulate import (
@@ -89,7 +90,7 @@ def placed(case: Case, layout: Layout) -> tuple[Layout, str]:
     """
     weights = 2 * shape_known(case.config).parameters / 2**30
     most = USABLE * case.device.memory_gib
-    held, step, sampling = (sum(x.values()) for x in memory_gib(case.config, layout.trainers))
+    held, step, sampling = map(device_sum, memory_gib(case.config, layout.trainers))
     needed = held + (max(step, sampling) if layout.together else step)
     if needed > most:
         return layout, f"a trainer's rank takes {needed:.0f} GiB of {most:.0f}"
@@ -178,7 +179,7 @@ def packing_budget(case: Case, ranks: int) -> int:
     while budget < MOST_PACKED:
         config = replace(case.config, pack_tokens=2 * budget)
         held, step, _ = memory_gib(config, ranks)
-        if sum(held.values()) + sum(step.values()) > most:
+        if device_sum(held, step) > most:
             break
         budget *= 2
     return budget

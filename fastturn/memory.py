@@ -10,7 +10,8 @@ test compares it with real steps. What the C library, CUDA and Python take comes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from fastturn.algorithms import algorithm_of
@@ -28,6 +29,7 @@ RESIDENT_TOKENS = 65536  # most tokens that the sampler decodes at once
 STORE_GIB = 0.5  # keys and values that it keeps for the next call
 KEPT_CACHE = "keys and values kept"
 PUBLISHED = "weights to publish from (rank 0 only)"
+HOST = " (host)"  # ends the names of uses that are in host memory while devices are GPUs
 PROCESS_GIB = 0.43  # resident in a process that has loaded everything and computed one tiny step
 
 
@@ -114,22 +116,27 @@ class Setting(NamedTuple):
     checkpointing: str  # none, full, selective
     fsdp: bool
     moment: float  # size of a moment of AdamW over that of its weight
+    muon: bool  # matrices have one momentum instead
     shards: int  # ranks that share one copy of the weights
     split: bool  # the head's rows stay with their ranks
+    offloaded: bool  # what FSDP keeps between uses is not on the device
 
     @classmethod
     def of(cls, config: Config, ranks: int = 1) -> Setting:
         fsdp = ranks > 1 or config.needs_mesh
+        device = device_kind(config.device)
         return cls(
-            device="cuda" if config.device == "cuda" else "cpu",
+            device=device,
             compute=_compute_bytes(config),
             stored=2 if config.model.dtype == "bfloat16" else FLOAT32,
             rank=config.model.lora_rank,
             checkpointing=config.model.gradient_checkpointing,
             fsdp=fsdp,
             moment=EIGHT_BIT if config.model.dtype == "mixed8" else 1.0,
+            muon=config.optim.muon_lr > 0,
             shards=config.dist.shard_ranks or ranks,
             split=config.dist.split_head and fsdp,
+            offloaded=config.dist.cpu_offload and device == "cuda",
         )
 
     @property
@@ -141,6 +148,19 @@ class Setting(NamedTuple):
     def sharers(self) -> int:
         """Ranks that score each other's actions, each with its rows of the head."""
         return self.shards if self.split else 1
+
+
+def device_kind(device: str) -> str:
+    """ "cpu" or "cuda"; for "auto" whether this machine has a GPU, which the driver's files say at
+    once and torch in seconds."""
+    if device != "auto":
+        return device
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+
+
+def device_sum(*parts: Mapping[str, float]) -> float:
+    """GiB of the uses of all parts that are on the device."""
+    return sum(gib for uses in parts for name, gib in uses.items() if not name.endswith(HOST))
 
 
 def kept_bytes(shape: Shape, setting: Setting) -> float:
@@ -197,15 +217,17 @@ def held_gib(config: Config, shape: Shape, ranks: int = 1) -> dict[str, float]:
     """
     setting = Setting.of(config, ranks)
     frozen = shape.parameters * setting.stored / setting.shards
-    trained = _trained_bytes(shape, setting)
+    trained, turned = _trained_bytes(shape, setting), _matrices_bytes(shape, setting)
     referred = config.loss.kl_coef > 0 and not config.starts_as_reference
     copy = (shape.parameters + shape.adapters(setting.rank)) * setting.compute
     copied = setting.fsdp or (config.rollout.engine == "local" and algorithm_of(config).lags)
     name = "weights to sample from" if config.rollout.engine == "local" else PUBLISHED
+    place = HOST * setting.offloaded
     uses = {
-        "weights": frozen + (trained if setting.rank else 0),
-        "AdamW moments": 2 * trained * setting.moment,
-        "reference weights": referred * frozen,
+        f"weights{place}": frozen + (trained if setting.rank else 0),
+        f"momenta of Muon{place}": setting.muon * turned,
+        f"AdamW moments{place}": 2 * (trained - setting.muon * turned) * setting.moment,
+        f"reference weights{place}": referred * frozen,
         name: copied * copy,
     }
     return {name: value / GIB for name, value in uses.items() if value}
@@ -221,15 +243,15 @@ def step_gib(
     """
     setting = Setting.of(config, ranks)
     found = phases(shape, setting, tokens, tokens if rows is None else rows)
-    most = max(found.values(), key=lambda uses: sum(uses.values()))
-    uses = {"gradients": _trained_bytes(shape, setting), **most}
+    most = max(found.values(), key=device_sum)
+    uses = {f"gradients{HOST * setting.offloaded}": _trained_bytes(shape, setting), **most}
     return {name: value / GIB for name, value in uses.items() if value}
 
 
 def phases(shape: Shape, setting: Setting, tokens: int, rows: int) -> dict[str, dict[str, float]]:
     """Bytes by use, of everything that is alive at a point of a step beside weights, moments and
     gradients: in the loss, in the backward pass of the last block, when FSDP sums the gradients of
-    the embeddings, and in the optimiser's step."""
+    the embeddings, and in the steps of the optimisers."""
     compute = setting.compute
     every, again = checkpointed_bytes(shape, setting)
     whole, trained = setting.rank == 0, setting.rank == 0
@@ -239,7 +261,7 @@ def phases(shape: Shape, setting: Setting, tokens: int, rows: int) -> dict[str, 
     root = setting.fsdp * (shape.embeddings - setting.split * table) * compute
     used = root + setting.split * (compute < setting.stored) * rows_held * compute
     summed = FLOAT32 * (1 + 1 / setting.shards)  # float32 in, own share out
-    matrices = shape.layers * shape.block if whole else shape.adapters(setting.rank)
+    place = HOST * setting.offloaded
     return {
         "loss": {
             "activations": tokens * (shape.layers * every + shape.width * (4 + compute * trained)),
@@ -264,10 +286,9 @@ def phases(shape: Shape, setting: Setting, tokens: int, rows: int) -> dict[str, 
             "gathered weights": used,
             "gradients that are summed": trained * root * (1 + summed / compute),
         },
-        "optimiser": {
-            "roots of second moments": max(matrices, trained * shape.embeddings)
-            * setting.stored
-            / setting.shards
+        "AdamW": {f"roots of second moments{place}": _roots(shape, setting)},
+        "Muon": {
+            f"update of the largest matrix{place}": setting.muon * whole * _update(shape, setting)
         },
     }
 
@@ -284,25 +305,35 @@ def sampling_gib(config: Config, shape: Shape, rows: int) -> dict[str, float]:
 
 
 def saving_gib(config: Config, shape: Shape, ranks: int = 1) -> float:
-    """Host memory of what a checkpoint is written from: a copy of all that training changes."""
-    return 3 * _trained_bytes(shape, Setting.of(config, ranks)) / GIB
+    """Host memory of what a checkpoint is written from: a copy of all that training changes, in
+    which moments of 8 bits are wide."""
+    setting = Setting.of(config, ranks)
+    return (
+        3 * _trained_bytes(shape, setting) - setting.muon * _matrices_bytes(shape, setting)
+    ) / GIB
 
 
-def require_memory(config: Config, ranks: int, device_gib: float) -> None:
-    """`ConfigError`, with the arithmetic, when a rank's device cannot hold even a step of no
-    tokens."""
+def require_memory(config: Config, ranks: int, device_gib: float, host_gib: float) -> None:
+    """`ConfigError`, with the arithmetic, when a rank's device, or its share of its machine's
+    memory, cannot hold even a step of no tokens."""
     shape = shape_of(config)
-    if shape is None or config.dist.cpu_offload:
+    if shape is None:
         return
     uses = held_gib(config, shape, ranks) | step_gib(config, shape, ranks)
-    if sum(uses.values()) > device_gib:
-        terms = " + ".join(f"{name} {gib:.2f}" for name, gib in uses.items())
-        raise ConfigError(
-            f"{shape.parameters / 1e9:.2f} billion parameters in {config.model.dtype} on {ranks} "
-            f"rank{'s' * (ranks > 1)}: {terms} = {sum(uses.values()):.2f} GiB on each, which has "
-            f"{device_gib:.2f} GiB; use more ranks, model.dtype=bfloat16, dist.cpu_offload=true, "
-            f"or a smaller model"
-        )
+    on_host = {name: gib for name, gib in uses.items() if name.endswith(HOST)}
+    on_device = {name: gib for name, gib in uses.items() if name not in on_host}
+    for part, whole_gib, remedy in (
+        (on_device, device_gib, "" if config.dist.cpu_offload else ", dist.cpu_offload=true"),
+        (on_host, host_gib, ""),
+    ):
+        if sum(part.values()) > whole_gib:
+            terms = " + ".join(f"{name} {gib:.2f}" for name, gib in part.items())
+            raise ConfigError(
+                f"{shape.parameters / 1e9:.2f} billion parameters in {config.model.dtype} on "
+                f"{ranks} rank{'s' * (ranks > 1)}: {terms} = {sum(part.values()):.2f} GiB on each, "
+                f"which has {whole_gib:.2f} GiB; use more ranks, model.dtype=bfloat16{remedy}, or "
+                f"a smaller model"
+            )
 
 
 def _compute_bytes(config: Config) -> int:
@@ -314,6 +345,34 @@ def _trained_bytes(shape: Shape, setting: Setting) -> float:
     if setting.rank:
         return shape.adapters(setting.rank) * FLOAT32 / setting.shards
     return shape.parameters * setting.stored / setting.shards
+
+
+def _matrices_bytes(shape: Shape, setting: Setting) -> float:
+    """Those among them that are matrices of the blocks, as all adapters are."""
+    if setting.rank:
+        return _trained_bytes(shape, setting)
+    return shape.matrices * setting.stored / setting.shards
+
+
+def _roots(shape: Shape, setting: Setting) -> float:
+    """Bytes that AdamW takes for the larger of its groups, matrices and the rest."""
+    matrices, rest = _matrices_bytes(shape, setting), 0.0
+    if setting.rank == 0:
+        rest = shape.embeddings * setting.stored / setting.shards
+    return max(rest, 0.0 if setting.muon else matrices)
+
+
+def _update(shape: Shape, setting: Setting) -> float:
+    """Bytes of Muon's making one matrix orthogonal: the update, under FSDP also what is sent and
+    what has come; the matrix before and after an iteration, one that the product copies, two of its
+    squares."""
+    count, rows, columns = shape.largest_matrix
+    split = setting.fsdp and count == 1
+    held = count / (1 if split else setting.shards)  # of experts the own ones
+    number = 2 if setting.device == "cuda" else setting.stored
+    working = number * (3 * rows * columns + 2 * min(rows, columns) ** 2)
+    sent = (3 if split else 1) * setting.stored * rows * columns
+    return setting.muon * held * (sent + working)
 
 
 def _logits(shape: Shape, setting: Setting, rows: int) -> float:

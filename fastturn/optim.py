@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
     For a matrix [A, B] with gradient g: `m <- .95 m + .05 g`, `u = .05 g + .95 m`, then
     `w <- (1 - lr * weight_decay) w - lr * max(1, A / B) ** .5 * orthogonal(u)`. Split matrices keep
     split momenta; updates alone are made whole, because orthogonality is of the whole, and ranks
-    share them out.
+    share them out. Of experts [E, A, B] every one is a matrix, and whole where it is held.
     """
 
     MOMENTUM = 0.95
@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
             for few in _alike([matrix for matrix in group["params"] if matrix.grad is not None]):
                 turned = _orthogonal([self._update(matrix) for matrix in few])
                 for matrix, direction in zip(few, turned, strict=True):
-                    rows, columns = matrix.shape
+                    rows, columns = matrix.shape[-2:]
                     rate = group["lr"] * max(1.0, rows / columns) ** 0.5
                     if group["weight_decay"]:
                         matrix.mul_(1 - group["lr"] * group["weight_decay"])
@@ -188,14 +188,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def _alike(matrices: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Matrices of one shape, at most as many at a time as ranks hold parts of them."""
+    """Matrices of one shape, at most as many at a time as ranks hold parts of them; experts of a
+    layer alone."""
     shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for matrix in matrices:
         shapes.setdefault(tuple(matrix.shape), []).append(matrix)
     for alike in shapes.values():
-        count = alike[0].device_mesh.size(-1) if isinstance(alike[0], DTensor) else 1
-        for first in range(0, len(alike), count):
-            yield alike[first : first + count]
+        first: Any = alike[0]
+        parted = isinstance(first, DTensor) and first.ndim == 2
+        count = first.device_mesh.size(-1) if parted else 1
+        for start in range(0, len(alike), count):
+            yield alike[start : start + count]
 
 
 def _orthogonal(updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -209,6 +212,8 @@ def _orthogonal(updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     first = updates[0]
     if not isinstance(first, DTensor):
         return [orthogonal(update) for update in updates]
+    if first.ndim == 3:
+        return [_like(first, orthogonal(cast(DTensor, update).to_local())) for update in updates]
     mesh, (rows, columns) = first.device_mesh, first.shape
     group = mesh.get_group(mesh.ndim - 1)  # before it are dimensions of copies
     size, rank = group.size(), group.rank()
@@ -222,41 +227,46 @@ def _orthogonal(updates: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if rank < len(updates):
         whole_N = orthogonal(whole_N.view(rows, columns)).flatten().to(parts_N.dtype)
     dist.all_to_all_single(parts_N, whole_N, given, taken, group)
-    return [
-        DTensor.from_local(
-            part, mesh, first.placements, run_check=False, shape=first.shape, stride=first.stride()
-        )
-        for part in parts_N.view(len(updates), -1, columns)
-    ]
+    return [_like(first, part) for part in parts_N.view(len(updates), -1, columns)]
+
+
+def _like(whole: DTensor, part: torch.Tensor) -> DTensor:
+    """What this rank holds of a tensor that is split as `whole` is."""
+    split = part, whole.device_mesh, whole.placements
+    return DTensor.from_local(*split, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Singular values moved to about 1 (.7 to 1.2), singular vectors kept; bfloat16 on GPUs, where
-    it is fast and the steps correct its rounding, elsewhere the dtype of the matrix.
+    it is fast and the steps correct its rounding, elsewhere the dtype of the matrix. [A, B], or
+    [E, A, B] for E matrices at once.
 
     Five steps of the quintic `x <- a x + (b xx' + c (xx')^2) x` from unit Frobenius norm, with the
     coefficients that grow small singular values fastest. A zero matrix stays zero.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16() if matrix.is_cuda else matrix
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=1e-7)
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of the blocks, everything else); embeddings and heads belong to the rest."""
+    """(matrices of the blocks, everything else); embeddings and heads belong to the rest, the
+    experts of a layer, stacked in one tensor, to the matrices."""
     tables = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     } | {id(parameter) for name, parameter in model.named_parameters() if "lm_head" in name}
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            whole = parameter.ndim == 2 and id(parameter) not in tables
+            stacked = parameter.ndim == 3 and ".experts." in name
+            whole = stacked or (parameter.ndim == 2 and id(parameter) not in tables)
             (matrices if whole else rest).append(parameter)
     return matrices, rest

@@ -14,7 +14,17 @@ from rich.table import Table
 
 from fastturn.algorithms import algorithm_of
 from fastturn.config import Config, as_dict
-from fastturn.memory import KEPT_CACHE, PROCESS_GIB, held_gib, sampling_gib, saving_gib, step_gib
+from fastturn.memory import (
+    HOST,
+    KEPT_CACHE,
+    PROCESS_GIB,
+    device_kind,
+    device_sum,
+    held_gib,
+    sampling_gib,
+    saving_gib,
+    step_gib,
+)
 from fastturn.shape import Shape, shape_of
 
 
@@ -79,6 +89,13 @@ LABELS = {
 }
 
 
+CAPTIONS = {
+    "cpu": "peaks are of torch's allocator; on a CPU the C library keeps up to .4 of them on top,\n"
+    "unless MALLOC_MMAP_THRESHOLD_=1048576 is set",
+    "cuda": "peaks are of torch's allocator; what CUDA itself takes of a GPU comes on top",
+}
+
+
 def print_plan(
     config: Config, recipe: Config, console: Console | None = None, *, ranks: int = 1
 ) -> None:
@@ -116,13 +133,15 @@ def _numbers(derived: Mapping[str, int]) -> Table:
 
 
 def _memory(config: Config, shape: Shape, ranks: int) -> Table:
-    """What is held, a step and sampling, each with its sum; the process at its largest."""
+    """What is held, a step and sampling, each with its sum on the device; the process at its
+    largest, where the device is the host."""
     held, step, sampling = memory_gib(config, ranks)
+    kind = device_kind(config.device)
     of = "" if ranks == 1 else f" of one of {ranks} ranks"
-    table = _table(f"memory{of}", ("use", "size"))
+    table = _table(f"memory{of}, device {kind}", ("use", "size"))
     table.columns[1].justify = "right"
     tokens = derive(config)["tokens_microbatch"]
-    always, peaks = sum(held.values()), []
+    always, peaks = device_sum(held), []
     for uses, total in (
         (held, "held all the time"),
         (step, f"peak of a step of micro-batches of {tokens:,} tokens, predicted"),
@@ -130,17 +149,19 @@ def _memory(config: Config, shape: Shape, ranks: int) -> Table:
     ):
         for name, gib in uses.items():
             table.add_row(name, _size(gib))
-        peaks.append(sum(uses.values()) + (always if uses is not held else 0.0))
+        peaks.append(device_sum(uses) + (always if uses is not held else 0.0))
         table.add_row(total, _size(peaks[-1]), style="bold")
     saving = saving_gib(config, shape, ranks)
-    table.add_row("copy that a checkpoint is written from (host)", _size(saving))
-    most = max(peaks[1] + sampling.get(KEPT_CACHE, 0.0), peaks[2]) + saving + PROCESS_GIB
-    name = f"process, at most: the larger peak, what is kept, {_size(PROCESS_GIB)} of libraries"
-    table.add_row(name, _size(most), style="bold")
-    table.caption = (
-        "peaks are of torch's allocator; on a CPU the C library keeps up to .4 of them on top,\n"
-        "unless MALLOC_MMAP_THRESHOLD_=1048576 is set"
-    )
+    table.add_row(f"copy that a checkpoint is written from{HOST}", _size(saving))
+    if kind == "cpu":
+        most = max(peaks[1] + sampling.get(KEPT_CACHE, 0.0), peaks[2]) + saving + PROCESS_GIB
+        name = f"process, at most: the larger peak, what is kept, {_size(PROCESS_GIB)} of libraries"
+        table.add_row(name, _size(most), style="bold")
+    else:
+        host = sum(gib for part in (held, step) for gib in part.values()) - device_sum(held, step)
+        name = f"host, at most: what is there, {_size(PROCESS_GIB)} of libraries"
+        table.add_row(name, _size(host + saving + PROCESS_GIB), style="bold")
+    table.caption = CAPTIONS[kind]
     return table
 
 

@@ -23,7 +23,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from fastturn import checkpoint, lora, models
-from fastturn.config import Config, ConfigError, as_dict
+from fastturn.config import Config, ConfigError, as_dict, override
 from fastturn.dist import World
 from fastturn.energy import open_energy
 from fastturn.engines import sampling_side
@@ -214,7 +214,8 @@ def open_run(
     holds one of another configuration (the differing keys are named).
     """
     preflight(config)
-    require_memory(config, world.size, world.device_gib)
+    placed = override(config, [f"device={world.device.type}"])
+    require_memory(placed, world.size, world.device_gib, world.host_gib)
     world.first(lambda: check_folder(out, config, resume))
     with ExitStack() as stack:
         world.first(lambda: stack.enter_context(alone(out)))

@@ -4,6 +4,7 @@ the small Qwen3. Nothing is loaded or downloaded, and torch is not imported."""
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,6 +77,25 @@ class Shape:
         """Weights of the embedding and the head, which may be one."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
+    @property
+    def norms(self) -> int:
+        """Weights of all norms."""
+        return self.layers * (2 * self.width + self.head_norms * 2 * self.head_width) + self.width
+
+    @property
+    def matrices(self) -> int:
+        """Weights of the blocks that are matrices, experts among them."""
+        return self.parameters - self.embeddings - self.norms
+
+    @property
+    def largest_matrix(self) -> tuple[int, int, int]:
+        """(how many in one tensor, rows, columns) of the largest weight of the blocks: experts are
+        stacked, each with gate and up as one."""
+        dense = self.mlp * (self.layers > self.expert_layers)
+        found = [(1, self.width, self.queries), (1, self.width, dense)]
+        found.append((self.experts, 2 * self.expert_mlp, self.width))
+        return max(found, key=math.prod)
+
     def adapters(self, rank: int) -> int:
         """Weights of adapters of this rank in every linear layer of the blocks, which experts are
         not.
@@ -93,13 +113,12 @@ class Shape:
 
     def _parameters(self, experts: int) -> int:
         attention = 2 * self.width * (self.queries + self.keys)
-        norms = 2 * self.width + self.head_norms * 2 * self.head_width
         gated = 3 * self.width  # weights of a gated MLP for each unit of its width
         shared = self.width * (3 * self.shared_mlp + 1) if self.shared_mlp else 0
         sparse = gated * experts * self.expert_mlp + self.experts * self.width + shared
         dense = gated * self.mlp * (self.layers - self.expert_layers)
-        blocks = self.layers * (attention + norms) + dense + self.expert_layers * sparse
-        return self.embeddings + blocks + self.width
+        matrices = self.layers * attention + dense + self.expert_layers * sparse
+        return self.embeddings + matrices + self.norms
 
 
 SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True, positions=8192)

@@ -236,8 +236,9 @@ def stepped(world: World, found: dict[str, Any], folder: Path) -> None:
 
 
 def odd_matrices(world: World, found: dict[str, Any]) -> None:
-    """Muon where rows do not divide, where a rank has none, and for more matrices than ranks."""
-    shapes = [*[(7, 5)] * 3, *[(1, 6)] * 2, (16, 8)]
+    """Muon where rows or experts do not divide, where a rank has none, and for more matrices than
+    ranks."""
+    shapes = [*[(7, 5)] * 3, *[(1, 6)] * 2, (16, 8), (3, 8, 4), (1, 4, 6)]
 
     def made() -> tuple[list[torch.nn.Parameter], Muon]:
         torch.manual_seed(1)

@@ -81,6 +81,9 @@ WAYS = {
     "mixed, checkpointing": ("model.dtype=mixed", "model.gradient_checkpointing=full"),
     "mixed, selective": ("model.dtype=mixed", "model.gradient_checkpointing=selective"),
     "mixed, adapters": ("model.dtype=mixed", "model.lora_rank=8"),
+    "Muon": ("optim.muon_lr=0.02",),
+    "mixed, Muon": ("model.dtype=mixed", "optim.muon_lr=0.02"),
+    "adapters, Muon": ("model.lora_rank=8", "optim.muon_lr=0.02"),
     EIGHT_BIT: ("model.dtype=mixed8",),
     "mixed, split head": ("model.dtype=mixed", "dist.split_head=true"),
 }
@@ -88,7 +91,7 @@ FAST = [
     *(("quickstart", way) for way in ("float32", "checkpointing", "selective")),
     *(("qwen3", way) for way in WAYS if way != EIGHT_BIT),  # torchao compiles its steps
     *(("llama", way) for way in ("float32", "mixed, selective", "mixed, split head")),
-    *(("experts", way) for way in ("float32", "selective")),
+    *(("experts", way) for way in ("float32", "selective", "Muon")),
 ]
 SLOW = [(name, way) for name in ("qwen3, 37 million", "llama, 35 million") for way in WAYS]
 SLOW.append(("qwen3", EIGHT_BIT))
@@ -269,9 +272,47 @@ def test_memory_of_one_of_several_ranks(capsys: pytest.CaptureFixture[str]) -> N
     assert mixed["weights"] == 2 * mixed["weights to sample from"] == alone["weights"]
     assert cli.main(["train", "quickstart", "--dry-run", "--nproc", "4"]) == 0
     assert "memory of one of 4 ranks" in capsys.readouterr().out
-    memory.require_memory(config, 1, 1.0)
-    with pytest.raises(ConfigError, match=r"weights .* = 0\.\d+ GiB on each, which has 0\.00 GiB"):
-        memory.require_memory(override(config, ["model.width=512"]), 1, 0.001)
+
+
+def test_a_model_that_is_too_large_is_refused_with_the_arithmetic() -> None:
+    memory.require_memory(Config(), 1, 1.0, 1.0)
+    large = override(Config(), ["model.width=512", "device=cpu"])
+    told = r"weights .* = 0\.\d+ GiB on each, which has 0\.00 GiB; .*dist.cpu_offload=true"
+    with pytest.raises(ConfigError, match=told):
+        memory.require_memory(large, 1, 0.001, 1.0)
+
+
+def test_what_is_offloaded_is_the_hosts_where_devices_are_gpus(capsys) -> None:
+    pairs = ["model.width=512", "model.dtype=mixed", "device=cuda"]
+    here, there = (override(Config(), [*pairs, f"dist.cpu_offload={x}"]) for x in (False, True))
+    uses, moved = total(here, 2), total(there, 2)
+    hosts = {"weights", "AdamW moments", "gradients"}
+    assert moved == {name + memory.HOST * (name in hosts): gib for name, gib in uses.items()}
+    device_gib = memory.device_sum(moved)
+    host_gib = sum(moved.values()) - device_gib
+    assert device_gib < memory.device_sum(uses) == sum(uses.values())
+    memory.require_memory(there, 2, device_gib, host_gib)
+    with pytest.raises(ConfigError, match=r"weights to sample from .* a smaller model") as told:
+        memory.require_memory(there, 2, 0.01, host_gib)
+    assert "host" not in str(told.value) and "offload" not in str(told.value)
+    with pytest.raises(ConfigError, match=r"weights \(host\) .* \+ gradients \(host\) "):
+        memory.require_memory(there, 2, device_gib, 0.01)
+    plan.print_plan(there, Config(), ranks=2)
+    assert "memory of one of 2 ranks, device cuda" in capsys.readouterr().out
+    beside = override(Config(), ["device=cpu", "model.dtype=mixed", "dist.cpu_offload=true"])
+    assert memory.device_sum(total(beside)) == sum(total(beside).values())  # it is the host
+
+
+def test_muon_keeps_one_momentum_of_a_matrix() -> None:
+    plain, muon = (override(Config(), [f"optim.muon_lr={rate}"]) for rate in (0.0, 0.02))
+    shape = shape_of(muon)
+    assert shape is not None
+    matrices, rest = (n * 4 / 2**30 for n in (shape.matrices, shape.parameters - shape.matrices))
+    assert total(plain)["AdamW moments"] == pytest.approx(2 * (matrices + rest))
+    assert total(muon)["momenta of Muon"] == pytest.approx(matrices)
+    assert total(muon)["AdamW moments"] == pytest.approx(2 * rest)
+    saved = [memory.saving_gib(config, shape) for config in (plain, muon)]
+    assert saved == pytest.approx([3 * (matrices + rest), 2 * matrices + 3 * rest])
 
 
 def test_the_dry_run_says_what_it_predicts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastturn import checkpoint
 from fastturn.config import Config, ConfigError, Optim, override
 from fastturn.dist import World, open_world
 from fastturn.eight_bit import SIGNED
-from fastturn.optim import Muon, Optimizers, adamw_of, orthogonal, training_optimizer
+from fastturn.optim import (
+    Muon,
+    Optimizers,
+    adamw_of,
+    orthogonal,
+    split_parameters,
+    training_optimizer,
+)
 from fastturn.preflight import preflight
+from fastturn.shape import read_shape
 from fastturn.sharding import whole
 
 
@@ -45,6 +54,39 @@ def test_muon_moves_as_the_one_of_torch(shape):
     moved = (theirs - 1).abs().max()
     # torch rounds to bfloat16 in between.
     assert moved > 0.02 and (ours - theirs).abs().max() < 0.02 * moved
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 8), (3, 8, 24)])
+def test_every_expert_of_a_layer_moves_as_a_matrix_of_its_own(shape):
+    torch.manual_seed(0)
+    stacked = nn.Parameter(torch.randn(shape))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stacked.detach()]
+    pairs = Muon([stacked], 0.02, 0.1), Muon(alone, 0.02, 0.1)
+    for _ in range(3):
+        stacked.grad = torch.randn(shape) * torch.tensor([1.0, 0.0, 1e-3]).view(-1, 1, 1)
+        for matrix, gradient in zip(alone, stacked.grad, strict=True):
+            matrix.grad = gradient.clone()
+        for optimizer in pairs:
+            optimizer.step()
+    torch.testing.assert_close(stacked.detach(), torch.stack([m.detach() for m in alone]))
+
+
+def test_what_is_a_matrix_of_the_blocks():
+    values = {
+        **{"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model("qwen3_moe", **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices, rest = split_parameters(model)
+    shape = read_shape(config.to_dict())
+    assert sum(p.numel() for p in matrices) == shape.matrices
+    assert sum(p.numel() for p in rest) == shape.parameters - shape.matrices
+    # Embeddings and head, norms of layers and heads, the last norm.
+    assert len(rest) == 2 + 2 * 4 + 1 and {m.ndim for m in matrices} == {2, 3}
 
 
 def test_rates_go_on_where_they_were():
