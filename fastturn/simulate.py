@@ -333,11 +333,8 @@ def stage(
 ) -> Decoded:
     """`siblings` of `groups` boundaries at a turn, played to their ends over the servers."""
     speed, layout = cost
-    servers = layout.servers or layout.trainers
-    shown = min(servers, MOST_SERVERS, groups)
-    mine = max(1, round(groups / servers))
     whole, tokens, turns = [], 0.0, 0
-    for _ in range(shown):
+    for mine in dealt(groups, layout.servers or layout.trainers):
         episodes = episodes_of(mine * siblings, (turn, work.turns), work, lengths, rng)
         shape = mine, siblings
         episodes.context_N = np.repeat(episodes.context_N[::siblings], siblings)
@@ -351,9 +348,22 @@ def stage(
         whole.append(end_N.reshape(shape).max(1))
         tokens += float(episodes.action_NU.sum())
         turns += int(episodes.turns_N.sum())
-    whole_G = np.sort(np.resize(np.sort(np.concatenate(whole)), groups))
-    scale = groups / (shown * mine)
+    shown_G = np.sort(np.concatenate(whole))
+    scale = groups / len(shown_G)
+    whole_G = shown_G[(np.arange(1, groups + 1) * len(shown_G) - 1) // groups]
     return Decoded(whole_G, tokens * scale, turns * scale)
+
+
+def dealt(groups: int, servers: int) -> list[int]:
+    """How many groups each server takes, for `MOST_SERVERS` of them that stand for all.
+
+    Example: 8 groups over 3 servers are [2, 3, 3].
+    """
+    busy = min(groups, servers)
+    few, more = groups // busy, groups % busy
+    shown = min(busy, MOST_SERVERS)
+    longer = math.ceil(more * shown / busy)  # the slowest is among those with one more
+    return [few] * (shown - longer) + [few + 1] * longer
 
 
 def iteration(

@@ -44,10 +44,12 @@ from fastturn.simulate import (
     Lengths,
     Speed,
     Work,
+    dealt,
     decode,
     decode_together,
     iteration,
     reach,
+    stage,
     stepwise,
 )
 
@@ -151,6 +153,33 @@ def test_the_papers_ratio_of_costs_from_stated_assumptions() -> None:
     found = ratios(STATED)
     assert found["naive"] == pytest.approx(PAPER_RATIO, rel=0.05)
     assert found["share"] < found["silent"] < found["naive"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "servers", "shares"),
+    [
+        (8, 3, [2, 3, 3]),
+        (8, 4, [2] * 4),
+        (2, 5, [1, 1]),
+        (33, 32, [1] * 7 + [2]),  # one of 32 has two: it is what the others wait for
+        (1000, 100, [10] * 8),
+    ],
+)
+def test_groups_are_dealt_out_and_the_longest_share_is_seen(groups, servers, shares):
+    assert dealt(groups, servers) == shares
+
+
+def test_a_stage_of_more_servers_than_are_simulated_has_all_groups():
+    lengths = Lengths(prompt=64, action=32, answer=16, spread=0.0)
+    speed, layout = Speed.of(device_called("H100"), QWEN), Layout(1, 100, slots=64)
+    work = Work(1000, 2, 4)
+    cost = speed, layout
+    found = stage(1000, 4, 0, work, lengths, cost, rng=np.random.default_rng(0))
+    assert len(found.whole_G) == 1000 and (np.diff(found.whole_G) >= 0).all()
+    alone = replace(layout, servers=1)
+    few = stage(10, 4, 0, work, lengths, (speed, alone), rng=np.random.default_rng(0))
+    assert found.tokens == pytest.approx(100 * few.tokens, rel=0.2)
+    assert found.whole_G[-1] == pytest.approx(few.whole_G[-1], rel=0.2)
 
 
 @pytest.fixture
