@@ -6,7 +6,8 @@
     step      the update beside padding, rows and PrefixGrouper
     train     whole training runs beside TRL's GRPOTrainer
     all       these and `FURTHER`: every number of README.md and of the tables in docs/, which are
-              written at the end. Hours; training runs that are recorded are not repeated.
+              written at the end. Hours; training runs that are recorded are not repeated, and
+              one that fails is named and does not end the others.
 
 `scripts/bench NAME --help` has what else each of them can be told, and further benchmarks.
 """
@@ -18,6 +19,8 @@ import importlib
 import importlib.util
 import os
 import shlex
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -25,6 +28,7 @@ from itertools import chain
 from . import served
 from .record import require_clean
 
+FAILED = 1
 Words = tuple[str, ...]  # a benchmark and its options, as behind scripts/bench
 
 SUITES: dict[str, tuple[Words, ...]] = {
@@ -42,8 +46,9 @@ FURTHER: tuple[Words, ...] = tuple(
         "savings",
         "overlap",
         "attribution --seeds 1 --iterations 2",
-        "metering --meters on",
-        "metering --meters trace --repeats 5",
+        "metering grpo --meters on --repeats 800",
+        "metering rtpo --meters on --repeats 100",
+        "metering --meters trace --repeats 200",
         "calibration --repeats 3",
         "path frontdesk",
         "path frontdesk-warmer --arms outcome full",
@@ -153,10 +158,23 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_record:
         require_clean()
     own: Words = ("--no-record",) if options.no_record else ()
-    status = max(main_of(name)([*words, *own]) for name, *words in every)
+    status = max(_status((*words, *own), alone=options.suite != "all") for words in every)
     if options.suite == "all" and not options.no_record:
         main_of("report")([])
     return status
+
+
+def _status(words: Words, *, alone: bool) -> int:
+    """Of one benchmark. Hours of others are not lost with one that fails: it is named."""
+    name, *argv = words
+    try:
+        return main_of(name)(argv)
+    except Exception as error:
+        if alone:
+            raise
+        traceback.print_exc()
+        print(f"error: bench {shlex.join(words)}: {error}; the others go on", file=sys.stderr)
+        return FAILED
 
 
 def main_of(name: str) -> Callable[[Sequence[str]], int]:

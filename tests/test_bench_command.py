@@ -75,6 +75,25 @@ def test_a_suite_runs_its_benchmarks_and_all_runs_every_one(ran: list[Any]) -> N
     assert ran[0] == ("lengths", ["--data", "here", "--no-record"])
 
 
+def test_one_that_fails_is_named_and_the_others_of_all_run(ran, monkeypatch, capsys) -> None:
+    def load(name: str) -> SimpleNamespace:
+        def main(argv: list[str]) -> int:
+            ran.append((name, argv))
+            if name.endswith("overlap"):
+                raise RuntimeError("this one broke")
+            return 0
+
+        return SimpleNamespace(main=main)
+
+    monkeypatch.setattr(suites.importlib, "import_module", load)
+    assert cli.main(["bench", "all"]) == 1
+    assert len(ran) == len(suites.every_benchmark("cpu")) + 1
+    assert "error: bench overlap: this one broke; the others go on" in capsys.readouterr().err
+    monkeypatch.setattr(suites, "SUITES", {"pack": (("overlap",),)})
+    with pytest.raises(RuntimeError, match="this one broke"):
+        cli.main(["bench", "pack"])
+
+
 def test_every_benchmark_that_fills_a_table_is_one_of_the_script() -> None:
     names = {name for name, *_ in suites.every_benchmark("cpu")}
     assert names <= set(script().SUITES)
