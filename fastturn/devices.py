@@ -46,12 +46,14 @@ def device_of(name: str) -> Device | None:
 
 
 def device_called(text: str) -> Device:
-    """The device whose name begins so, upper or lower case. `ConfigError` names those there are.
+    """The one device whose name begins so, upper or lower case; `ConfigError` names those there
+    are.
 
-    Example: `device_called("a100").name` is "A100 80GB".
+    Example: `device_called("a100").name` is "A100 80GB"; "H" could be H100 or H200.
     """
-    for device in DEVICES:
-        if text and device.name.lower().startswith(text.lower()):
-            return device
-    known = ", ".join(device.name for device in DEVICES)
-    raise ConfigError(f"--device {text!r}: not in the table of devices; expected one of {known}")
+    found = [device for device in DEVICES if text and device.name.lower().startswith(text.lower())]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(device.name for device in found or DEVICES)
+    problem = "is more than one device" if found else "is not in the table of devices"
+    raise ConfigError(f"--device {text!r} {problem}; expected one of {known}")

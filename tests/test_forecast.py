@@ -287,6 +287,7 @@ def test_plan_prints_what_was_assumed_and_found(
     ("words", "message"),
     [
         (["--device", "V100"], f"expected one of {', '.join(d.name for d in DEVICES)}"),
+        (["--device", "H"], "--device 'H' is more than one device; expected one of H100, H200"),
         (["--lengths", "acton=3"], "the nearest is 'action'"),
         (["--lengths", "tool_s=inf"], "tool_s=inf: expected a number from 0 to 1e+07"),
         (["--lengths", "spread=9"], "spread=9: expected a number from 0 to 4"),
