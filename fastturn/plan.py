@@ -91,7 +91,7 @@ LABELS = {
 
 CAPTIONS = {
     "cpu": "peaks are of torch's allocator; on a CPU the C library keeps up to .4 of them on top,\n"
-    "unless MALLOC_MMAP_THRESHOLD_=1048576 is set",
+    "unless MALLOC_MMAP_THRESHOLD_=262144 is set",
     "cuda": "peaks are of torch's allocator; what CUDA itself takes of a GPU comes on top",
 }
 

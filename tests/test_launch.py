@@ -292,6 +292,25 @@ def test_torchrun_runs_the_script(tmp_path):
 
 
 @pytest.mark.slow
+def test_torchrun_starts_a_run_again_where_it_was(tmp_path):
+    """The agent's store outlives the ranks: the second attempt meets apart from the first."""
+    script, out = TESTS.parent / "scripts" / "train.py", tmp_path / "run"
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+    words = ["--max-restarts", "1", "--nproc-per-node", "2", str(script), *SMALL[1:]]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agent = subprocess.Popen([*torchrun, *words, "--resume", "--out", str(out)], **streams)
+    under_way(out, agent)
+    os.kill(max(children(agent.pid)), signal.SIGKILL)
+    killed_s, done = time.monotonic(), len(read_lines(out / "records.jsonl"))
+    while len(read_lines(out / "records.jsonl")) < done + 6:
+        assert time.monotonic() < killed_s + 120 and agent.poll() is None
+        time.sleep(0.1)
+    agent.send_signal(signal.SIGINT)
+    _, text, _ = ends(agent)
+    assert "holds no run yet" in text and "resuming from" in text, text
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_quickstart_on_two_ranks_is_as_good_as_on_one(tmp_path):
     shares = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +25,7 @@ from fastturn.kernels import rows
 from fastturn.learner import Learner
 from fastturn.loss import Objective
 from fastturn.optim import adamw_of, training_optimizer
-from fastturn.pack import pack
+from fastturn.pack import PackedBatch, pack
 from fastturn.play import Unmetered
 from fastturn.policy import Policy
 from fastturn.recipes import quickstart
@@ -117,6 +120,17 @@ def groups(tokens: int, vocabulary: int) -> list[list[Credit]]:
     return [[sibling(Boundary(0, context_T)) for _ in range(4)] for context_T in contexts]
 
 
+def micro_batches(name: str, device: torch.device) -> list[PackedBatch]:
+    """Two of the same."""
+    count = 4200 if name == "quickstart" else 1200
+    return [pack(groups(count, MODELS[name]["vocab_size"]), 10_000, device)[0]] * 2
+
+
+def sizes(batch: PackedBatch) -> tuple[int, int]:
+    """(tokens, rows with an action behind them)."""
+    return len(batch.token_T), len(batch.source_A.unique())
+
+
 @contextmanager
 def learner(config: Config, values: dict[str, Any], out: Path) -> Any:
     """As a run makes it, with the model of `values`."""
@@ -180,8 +194,7 @@ def test_the_peak_of_a_step_is_the_predicted_one(name: str, way: str, tmp_path: 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = override(Config(), [f"device={device}", *WAYS[way]])
     with learner(config, values, tmp_path) as (it, mirror):
-        count = 4200 if name == "quickstart" else 1200
-        batches = [pack(groups(count, values["vocab_size"]), 10_000, it.world.device)[0]] * 2
+        batches = micro_batches(name, it.world.device)
         step = lambda: it.step(batches, Objective(), it.optimizers)  # noqa: E731
         step()
         it.optimizers.zero_grad()
@@ -190,12 +203,48 @@ def test_the_peak_of_a_step_is_the_predicted_one(name: str, way: str, tmp_path: 
     shape = read_shape(built(values).to_dict())
     predicted = memory.held_gib(config, shape)
     assert sum(predicted.values()) * memory.GIB == pytest.approx(held, rel=0.001)
-    tokens = len(batches[0].token_T), len(batches[0].source_A.unique())
-    added = memory.step_gib(config, shape, 1, *tokens)
+    added = memory.step_gib(config, shape, 1, *sizes(batches[0]))
     total = (sum(predicted.values()) + sum(added.values())) * memory.GIB
     print(f"{name}, {way}: {total / 2**20:.1f} of {measured / 2**20:.1f} MiB")
     assert total == pytest.approx(measured, rel=0.15)
     assert sum(added.values()) * memory.GIB == pytest.approx(measured - held, rel=0.15)
+
+
+RESIDENT = """
+import resource, sys
+from pathlib import Path
+from test_memory import MODELS, WAYS, Config, learner, micro_batches, override, Objective
+name, way, folder = sys.argv[1:]
+config = override(Config(), ["device=cpu", *WAYS[way]])
+with learner(config, MODELS[name], Path(folder)) as (it, _):
+    for _ in range(2):
+        it.step(micro_batches(name, it.world.device), Objective(), it.optimizers)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="devices are not the host")
+@pytest.mark.parametrize("way", ["float32", "checkpointing", "Muon", "mixed", "adapters"])
+@pytest.mark.parametrize("name", ["qwen3, 37 million", "llama, 35 million"])
+def test_a_process_takes_the_peak_and_its_libraries(name: str, way: str, tmp_path: Path) -> None:
+    """Resident at most, where the C library gives back what is freed."""
+    config = override(Config(), ["device=cpu", *WAYS[way]])
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT, name, way, str(tmp_path)],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    measured_gib = int(done.stdout.split()[-1]) / 2**20
+    shape = read_shape(built(MODELS[name]).to_dict())
+    batch = micro_batches(name, torch.device("cpu"))[0]
+    uses = [memory.held_gib(config, shape), memory.step_gib(config, shape, 1, *sizes(batch))]
+    predicted_gib = sum(map(memory.device_sum, uses)) + memory.PROCESS_GIB
+    print(f"{name}, {way}: {predicted_gib:.3f} of {measured_gib:.3f} GiB")
+    assert predicted_gib == pytest.approx(measured_gib, rel=0.15)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
