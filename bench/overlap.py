@@ -53,6 +53,8 @@ class Durations:
 CASES = {
     "decode-bound": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.01),
     "balanced": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.02),
+    # As many as the paper has: the first group and the last are less of a stage.
+    "balanced, 160 tasks": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.02, tasks=160),
     "train-bound": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.04),
     "slow tools": Durations(token_s=0.02, tool_s=3.0, packed_token_s=0.02),
     "a slot for each": Durations(token_s=0.02, tool_s=0.3, packed_token_s=0.005, slots=128),
